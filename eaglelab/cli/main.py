@@ -1,0 +1,38 @@
+"""``eaglelab VERB key=value ...``"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+VERBS = {
+    "train": "train a drafter: eaglelab train variant=eagle",
+    "evaluate": "decode held-out prompts with and without the drafter: eaglelab evaluate run=DIR",
+    "generate": 'answer a prompt, accepted draft tokens marked: eaglelab generate run=DIR prompt="..."',
+}
+
+
+def usage() -> str:
+    lines = ["usage: eaglelab VERB [key=value ...]", ""]
+    lines += [f"  {verb:<10} {what}" for verb, what in VERBS.items()]
+    return "\n".join([*lines, "", "eaglelab VERB --help lists a verb's settings and their defaults."])
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Hand the arguments after the verb to ``eaglelab.cli.VERB.main``. Exit code 2 for an unknown verb."""
+    arguments = sys.argv[1:] if argv is None else argv
+    verb = arguments[0] if arguments else ""
+    if verb in ("-h", "--help", "help"):
+        print(usage())
+        return
+    if verb not in VERBS:
+        print(f"error: {'no verb given' if not verb else f'unknown verb {verb!r}'}\n\n{usage()}", file=sys.stderr)
+        raise SystemExit(2)
+    module = importlib.import_module(f"eaglelab.cli.{verb}")
+    # Hydra and distributed launchers start the job again from argv[0], so it must be a file that runs this verb
+    sys.argv = [str(module.__file__), *arguments[1:]]
+    module.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""``eaglelab train``, also behind ``python train.py``."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from eaglelab.cli.config import config_dir, register_resolvers
+from eaglelab.cli.errors import friendly
+
+
+register_resolvers()
+
+
+@hydra.main(version_base="1.3", config_path=config_dir(), config_name="train")
+@friendly
+def main(config: DictConfig) -> float | None:
+    """Train as configured; returns the simulated tau, for sweeps."""
+    from eaglelab.training import train  # heavy imports after Hydra has answered --help and typos
+
+    quiet_libraries()
+    result = train(config, HydraConfig.get().runtime.output_dir)
+    folder, figures = result.folder.path, result.figures
+    if result.interrupted:
+        print(
+            f"\ninterrupted at step {figures['optimizer_steps']}; nothing is lost. Continue with:\n"
+            f"  eaglelab train {' '.join(HydraConfig.get().overrides.task)} hydra.run.dir={folder} ckpt_path=last",
+            file=sys.stderr,
+        )
+        raise SystemExit(130)
+    tau = figures["final"].get("val/tau")
+    tail = f", simulated tau {tau:.2f}" if tau is not None else ""
+    print(f"\ntrained {figures['variant']}: {figures['optimizer_steps']} steps in {figures['seconds']:.0f} s{tail}")
+    print(f"run folder: {folder}\nnext: eaglelab evaluate run={folder}")
+    return tau
+
+
+def quiet_libraries() -> None:
+    """Drop library notices that a user cannot act on; warnings of this project stay."""
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    for pattern in (
+        r".*does not have many workers.*",
+        r".*`isinstance\(treespec, LeafSpec\)` is deprecated.*",
+        r".*GPU available but not used.*",
+        r".*Trainer already configured.*",
+    ):
+        warnings.filterwarnings("ignore", message=pattern)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""The feature drafter of EAGLE-1, EAGLE-2 and HASS (SafeAILab ``cnets1.py``).
+
+``fc([e(x_{t+1}); f_t])`` is the residual stream of one decoder layer without input norm; its output is the next
+feature, which the frozen target head reads without a further norm.
+
+Letters: B sequences, N rows, d hidden width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from eaglelab.drafters.config import DrafterConfig
+from eaglelab.drafters.layers import Attend, DraftAttention, Rotary, SwiGLU
+
+
+class FeatureLayer(nn.Module):
+    """Attention and MLP with residuals; only the MLP has a norm before it."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.self_attn = DraftAttention(config, config.hidden_size)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
+
+    def forward(self, x_BNd: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        x_BNd = x_BNd + self.self_attn(x_BNd, cos, sin, attend)
+        return x_BNd + self.mlp(self.post_attention_layernorm(x_BNd))
+
+
+class FeatureDrafter(nn.Module):
+    """Regresses the next target feature. Tensor names are those of the published checkpoints.
+
+    Embedding and head are the target's and stay outside: they are frozen, and a drafter never owns a copy.
+    """
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        if config.num_taps != 1:
+            raise ValueError(f"a feature drafter reads one tap, got num_taps={config.num_taps}")
+        self.config = config
+        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.fc_bias)
+        self.layers = nn.ModuleList([FeatureLayer(config)])
+        self.rotary = Rotary(config)
+
+    def fuse(self, taps_BNd: Tensor) -> Tensor:
+        """Target streams -> the state that a row reads. One tap: the feature itself."""
+        return taps_BNd
+
+    def forward(self, state_BNd: Tensor, embedding_BNd: Tensor, position_BN: Tensor, attend: Attend) -> Tensor:
+        """Predict the next feature of every row.
+
+        Args:
+            state_BNd: target feature ``f_t``, or the predicted feature of the row's parent.
+            embedding_BNd: embedding of the advanced token ``x_{t+1}``.
+            position_BN: int64 rotary positions.
+            attend: what the rows see (:mod:`eaglelab.drafters.layers`).
+
+        Returns:
+            [B, N, d], the predicted ``f_{t+1}``; also the next state of a rollout.
+        """
+        x_BNd = self.fc(torch.cat((embedding_BNd, state_BNd), dim=-1))
+        cos, sin = self.rotary(position_BN)
+        for layer in self.layers:
+            x_BNd = layer(x_BNd, cos, sin, attend)
+        return x_BNd

@@ -1,0 +1,84 @@
+"""The decoder parts that every drafter is built from.
+
+Attention is split in two: a layer owns its projections and positions, the caller owns the keys. What a row may
+see differs between training, rollouts and decoding, so it comes in as ``attend(q, k, v) -> out``.
+
+Letters: B sequences, N rows, H heads, G key/value heads, D head width, d hidden width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from eaglelab.drafters.config import DrafterConfig
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(q [B, H, N, D], k [B, G, N, D], v [B, G, N, D]) -> [B, H, N, D], rotary positions already applied."""
+
+
+class Rotary(nn.Module):
+    """cos and sin of every legal position, from the library's own rotary law."""
+
+    cos_PD: Tensor
+    sin_PD: Tensor
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        positions = torch.arange(config.max_position_embeddings)[None]
+        rope = LlamaRotaryEmbedding(config.to_llama())
+        cos, sin = rope(torch.zeros(1, dtype=torch.float32), positions)
+        self.register_buffer("cos_PD", cos[0], persistent=False)
+        self.register_buffer("sin_PD", sin[0], persistent=False)
+
+    def forward(self, position_BN: Tensor) -> tuple[Tensor, Tensor]:
+        """cos, sin [B, 1, N, D] for int64 positions [B, N] (or [1, N])."""
+        return self.cos_PD[position_BN][:, None], self.sin_PD[position_BN][:, None]
+
+
+def rotate(x_BHND: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply rotary positions to heads whose two halves are paired (Llama layout)."""
+    first, second = x_BHND.chunk(2, dim=-1)
+    turned = torch.cat((-second, first), dim=-1)
+    return x_BHND * cos.to(x_BHND.dtype) + turned * sin.to(x_BHND.dtype)
+
+
+class DraftAttention(nn.Module):
+    """Grouped-query attention projections; ``input_size`` is d, or 2d where embedding and state are concatenated."""
+
+    def __init__(self, config: DrafterConfig, input_size: int) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        q_size = config.num_attention_heads * config.head_dim
+        kv_size = config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(input_size, q_size, bias=False)
+        self.k_proj = nn.Linear(input_size, kv_size, bias=False)
+        self.v_proj = nn.Linear(input_size, kv_size, bias=False)
+        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=False)
+
+    def forward(self, x_BNi: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """[B, N, input_size] -> [B, N, d]."""
+        q, k, v = (
+            rearrange(project(x_BNi), "b n (h c) -> b h n c", c=self.head_dim)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        out_BHND = attend(rotate(q, cos, sin), rotate(k, cos, sin), v)
+        return self.o_proj(rearrange(out_BHND, "b h n c -> b n (h c)"))
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x)), no biases."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+
+    def forward(self, x_BNd: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x_BNd)) * self.up_proj(x_BNd))

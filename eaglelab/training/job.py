@@ -1,0 +1,129 @@
+"""The training job: a composed configuration in, a run folder out."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
+from eaglelab.data import ConversationDataModule
+from eaglelab.target import FrozenTarget
+from eaglelab.training.callbacks import GracefulStop
+from eaglelab.training.run_folder import RunFolder
+from eaglelab.variants import DraftingModule, OptimConfig
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingResult:
+    """Where the run is, what it measured, and whether it was cut short."""
+
+    folder: RunFolder
+    figures: dict[str, Any]
+    interrupted: bool
+
+
+def train(config: DictConfig, run_dir: str | Path) -> TrainingResult:
+    """Train one variant as ``configs/train.yaml`` describes it.
+
+    Writes manifest, checkpoints, logs and the ``training`` part of ``metrics.json``. With ``ckpt_path`` the run
+    continues with the very next batch; uninterrupted training gives the same bits on a CPU.
+
+    Raises:
+        ValueError: data, target or configuration that cannot be trained on, with the way out.
+        ManifestMismatch: ``ckpt_path`` belongs to another contract.
+    """
+    folder = RunFolder(run_dir)
+    ckpt_path = _resume_from(config, folder)
+    L.seed_everything(config.seed, workers=True, verbose=False)
+    torch.use_deterministic_algorithms(config.deterministic, warn_only=True)
+
+    target = FrozenTarget.load(**config.target)
+    module = build_module(config, target)
+    data = build_data(config, target)
+    data.setup()
+    log.info("%s", data.report)
+
+    callbacks = [instantiate(one) for one in (config.callbacks or {}).values()]
+    trainer: L.Trainer = instantiate(
+        config.trainer, callbacks=callbacks, logger=instantiate(config.logger) if config.logger else False
+    )
+    if trainer.is_global_zero:
+        folder.path.mkdir(parents=True, exist_ok=True)
+        module.manifest().save(folder.manifest_path)
+
+    began = time.perf_counter()
+    trainer.fit(module, data, ckpt_path=ckpt_path, weights_only=True)
+    seconds = time.perf_counter() - began
+    interrupted = any(isinstance(one, GracefulStop) and one.stopped for one in callbacks)
+    figures = _figures(trainer, module, data, seconds) | {"interrupted": interrupted}
+    if trainer.is_global_zero:
+        folder.update_metrics({"training": figures})
+    return TrainingResult(folder, figures, interrupted)
+
+
+def build_module(config: DictConfig, target: FrozenTarget) -> DraftingModule:
+    """The variant's LightningModule, freshly initialised from ``seed``."""
+    optim = OptimConfig(**_plain(config.optim))
+    return instantiate(config.variant, target=target, optim=optim, seed=config.seed, _convert_="all")
+
+
+def build_data(config: DictConfig, target: FrozenTarget) -> ConversationDataModule:
+    """The data module behind the target's tokenizer."""
+    if target.tokenizer is None:
+        raise ValueError(f"target {target.source} has no tokenizer; conversations cannot be tokenized")
+    return instantiate(
+        config.data,
+        tokenizer=target.tokenizer,
+        supervise=config.variant.supervise,
+        seed=config.seed,
+        _convert_="all",
+    )
+
+
+def _resume_from(config: DictConfig, folder: RunFolder) -> str | None:
+    """The checkpoint to continue from; ``last`` means this run folder's.
+
+    Raises:
+        ValueError: nothing there, or a fresh run would overwrite an older one.
+    """
+    if config.ckpt_path is not None:
+        return str(folder.checkpoint(config.ckpt_path))
+    if (folder.checkpoints / "last.ckpt").exists():
+        raise ValueError(
+            f"{folder.path} already holds a run; continue it with ckpt_path=last, or choose another hydra.run.dir"
+        )
+    return None
+
+
+def _figures(
+    trainer: L.Trainer, module: DraftingModule, data: ConversationDataModule, seconds: float
+) -> dict[str, Any]:
+    logged = {name: float(value) for name, value in trainer.logged_metrics.items()}
+    return {
+        "variant": module.variant,
+        "optimizer_steps": trainer.global_step,
+        "micro_steps": module.micro_step,
+        "skipped_batches": module.skipped_batches,
+        "supervised_rows": module.supervised_rows,
+        "seconds": round(seconds, 2),
+        "device": str(trainer.strategy.root_device),
+        "processes": trainer.world_size,
+        "drafter_parameters": sum(p.numel() for p in module.network.parameters()),
+        "data": data.report.to_dict(),
+        "final": {name: value for name, value in logged.items() if not name.endswith("_step")},
+    }
+
+
+def _plain(config: DictConfig) -> dict[str, Any]:
+    plain = OmegaConf.to_container(config, resolve=True)
+    assert isinstance(plain, dict)
+    return {str(name): value for name, value in plain.items()}

@@ -1,0 +1,209 @@
+"""What every variant's training shares; a variant adds its drafter, its context and its objective.
+
+Letters: B sequences, R rows, M supervised rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+
+from eaglelab.data.batch import Batch
+from eaglelab.data.rows import SuperviseRule
+from eaglelab.drafters import DrafterConfig, SlotDrafter
+from eaglelab.target import FeatureManifest, FrozenTarget, Tap
+from eaglelab.variants.manifest import build_manifest, require_same_contract
+from eaglelab.variants.optim import OptimConfig
+from eaglelab.variants.simulation import ChainSimulation
+from eaglelab.variants.view import View
+
+
+@dataclasses.dataclass
+class Pass:
+    """One back-propagated pass over the rows: a differentiable scalar and what to log about it.
+
+    ``loss_sum`` is a sum over supervised rows; the base divides by their number, over all processes.
+    ``sums`` are plain row sums, reported as means over rows.
+    """
+
+    loss_sum: Tensor
+    sums: dict[str, Tensor]
+
+
+class DraftingModule(L.LightningModule, ABC):
+    """Trains a drafter beside its frozen target.
+
+    The target is not a submodule: Lightning cannot put it in train mode, move it into a checkpoint or hand it to
+    an optimizer. Passes are back-propagated one after the other (manual optimisation), so that memory is that of
+    one pass; a batch without supervised rows changes nothing, weight decay included.
+
+    Subclasses set ``variant`` and ``taps`` and write :meth:`build_network` and :meth:`passes`.
+
+    Args:
+        target: the frozen target.
+        optim: recipe.
+        supervise: which rows count; stated in the manifest, applied by the data module.
+        drafter: overrides of :class:`DrafterConfig`.
+        chain_depth: depth of the simulated chain in validation.
+        seed: of the noise; the draw depends on seed, micro-batch and process alone.
+        switches: the variant's contract switches, recorded in the manifest.
+    """
+
+    variant: ClassVar[str]
+    taps: tuple[Tap, ...] = ("final",)
+
+    def __init__(
+        self,
+        target: FrozenTarget,
+        optim: OptimConfig,
+        *,
+        supervise: SuperviseRule = "advanced",
+        drafter: dict[str, Any] | None = None,
+        chain_depth: int = 5,
+        seed: int = 0,
+        switches: dict[str, Any],
+    ) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.__dict__["target"] = target  # kept out of the module tree, see above
+        self.optim = optim
+        self.seed = seed
+        self.switches = {"supervise": supervise, **switches}
+        self.drafter_config = DrafterConfig.from_target(
+            target.text_config, num_taps=len(self.taps), **(drafter or {})
+        )
+        self.network = self.build_network(self.drafter_config)
+        self.chain = ChainSimulation(chain_depth)
+        self.micro_step = 0
+        self.skipped_batches = 0
+        self.supervised_rows = 0
+
+    target: FrozenTarget
+
+    @classmethod
+    @abstractmethod
+    def build_network(cls, config: DrafterConfig) -> nn.Module:
+        """The drafter network, freshly initialised, in fp32."""
+
+    @abstractmethod
+    def passes(self, view: View) -> Iterator[Pass]:
+        """The variant's passes over one micro-batch. Each is back-propagated before the next one is asked for."""
+
+    # ---- training -------------------------------------------------------------------------------------------
+
+    def setup(self, stage: str) -> None:
+        self.target.to(self.device)
+
+    def configure_optimizers(self) -> Any:
+        optimizer, scheduler = self.optim.build(self.network.parameters())
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def generator(self) -> torch.Generator:
+        """The random stream of this micro-batch; no stream has to be saved to resume."""
+        mixed = (self.seed * 1_000_003 + self.micro_step) * 4_099 + self.global_rank
+        return torch.Generator().manual_seed(mixed % 2**63)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        rows = batch.rows.num_supervised
+        total_rows = self._over_processes(rows)
+        self.micro_step += 1
+        self.supervised_rows += rows
+        if total_rows == 0:
+            self.skipped_batches += 1
+            return
+        began = time.perf_counter()
+        view = View.of(batch, self.target, self.taps)
+        target_seconds = time.perf_counter() - began
+        scale = self.trainer.world_size / total_rows / self.optim.accumulate
+        sums: dict[str, Tensor] = {}
+        for one in self.passes(view):
+            self.manual_backward(one.loss_sum * scale)
+            for name, value in {"loss": one.loss_sum.detach(), **one.sums}.items():
+                sums[name] = sums.get(name, 0) + value
+        self._log_training(sums, rows, target_seconds)
+        if self.micro_step % self.optim.accumulate == 0:
+            self._update()
+
+    def _update(self) -> None:
+        optimizer, scheduler = self.optimizers(), self.lr_schedulers()
+        assert isinstance(optimizer, L.pytorch.core.optimizer.LightningOptimizer)
+        assert isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler)
+        if (limit := self.optim.clip_value) is not None:
+            self.clip_gradients(optimizer, gradient_clip_val=limit, gradient_clip_algorithm="value")
+        if (limit := self.optim.clip_norm) is not None:
+            self.clip_gradients(optimizer, gradient_clip_val=limit, gradient_clip_algorithm="norm")
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+
+    def _over_processes(self, count: int) -> int:
+        """Sum of a host integer over the processes; free on a single one."""
+        if self.trainer.world_size == 1:
+            return count
+        gathered = self.trainer.strategy.reduce(torch.tensor(count, device=self.device), reduce_op="sum")
+        return int(gathered)
+
+    def _log_training(self, sums: dict[str, Tensor], rows: int, target_seconds: float) -> None:
+        means = {name: value / max(rows, 1) for name, value in sums.items()}
+        bar = {name: means.pop(name) for name in ("loss", "accuracy") if name in means}
+        self.log_dict({f"train/{k}": v for k, v in bar.items()}, prog_bar=True, batch_size=rows)
+        self.log_dict({f"train/{k}": v for k, v in means.items()}, batch_size=rows)
+        schedule = self.lr_schedulers()
+        assert isinstance(schedule, torch.optim.lr_scheduler.LRScheduler)
+        self.log_dict(
+            {
+                "train/lr": schedule.get_last_lr()[0],
+                "train/target_seconds": target_seconds,
+                "train/supervised_rows": float(self.supervised_rows),
+                "train/skipped_batches": float(self.skipped_batches),
+            },
+            batch_size=1,
+        )
+
+    # ---- validation -----------------------------------------------------------------------------------------
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self.chain.update(self.network, View.of(batch, self.target, self.taps))
+
+    def on_validation_epoch_end(self) -> None:
+        measured = self.chain.compute()
+        self.chain.reset()
+        self.log("val/tau", measured.pop("tau"), prog_bar=True)
+        self.log_dict({f"val/{name}": value for name, value in measured.items()})
+
+    # ---- what a checkpoint carries --------------------------------------------------------------------------
+
+    def manifest(self) -> FeatureManifest:
+        """Every semantic address that this drafter's weights depend on."""
+        return build_manifest(self)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["manifest"] = self.manifest().to_dict()
+        checkpoint["progress"] = {
+            "micro_step": self.micro_step,
+            "skipped_batches": self.skipped_batches,
+            "supervised_rows": self.supervised_rows,
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take up a saved state of the same contract.
+
+        Raises:
+            ManifestMismatch: the checkpoint belongs to another target, address, drafter or objective.
+        """
+        require_same_contract(FeatureManifest.from_dict(checkpoint["manifest"]), self.manifest())
+        for name, value in checkpoint["progress"].items():
+            setattr(self, name, value)
+
+    # ---- decoding -------------------------------------------------------------------------------------------
+
+    def drafter(self) -> SlotDrafter:
+        """The trained network behind the decoding protocol."""
+        return SlotDrafter(self.network, self.target, self.taps)

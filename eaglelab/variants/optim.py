@@ -1,0 +1,66 @@
+"""Optimizer, learning-rate law and clipping of a recipe."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from typing import Literal
+
+import torch
+from torch import nn
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimConfig:
+    """AdamW with a warm-up and a decay law; steps are optimizer steps.
+
+    Attributes:
+        lr: peak learning rate.
+        betas, weight_decay: AdamW's.
+        warmup_steps: linear ramp from 0.
+        total_steps: where the decay ends; usually the trainer's ``max_steps``.
+        schedule: after warm-up: ``linear`` or ``cosine`` down to ``final_lr_ratio * lr``, or ``constant``.
+        clip_value: clip every gradient entry to [-c, c]; None: off.
+        clip_norm: scale the whole gradient to norm <= c; None: off. The published recipes use one or the other.
+        accumulate: micro-batches per optimizer step.
+    """
+
+    lr: float
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    warmup_steps: int = 0
+    total_steps: int = 1
+    schedule: Literal["linear", "cosine", "constant"] = "linear"
+    final_lr_ratio: float = 0.0
+    clip_value: float | None = None
+    clip_norm: float | None = None
+    accumulate: int = 1
+
+    def __post_init__(self) -> None:
+        if self.clip_value is not None and self.clip_norm is not None:
+            raise ValueError("optim: set clip_value or clip_norm, not both")
+        if self.schedule not in ("linear", "cosine", "constant"):
+            raise ValueError(f"optim.schedule={self.schedule!r} is not one of linear, cosine, constant")
+        if self.accumulate < 1 or self.lr <= 0:
+            raise ValueError(f"optim: lr={self.lr} and accumulate={self.accumulate} must be positive")
+
+    def lr_scale(self, step: int) -> float:
+        """Multiplier of ``lr`` for optimizer step ``step``, counted from 0."""
+        if step < self.warmup_steps:
+            return (step + 1) / (self.warmup_steps + 1)
+        if self.schedule == "constant":
+            return 1.0
+        progress = min(1.0, (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps))
+        fall = 0.5 * (1 + math.cos(math.pi * progress)) if self.schedule == "cosine" else 1 - progress
+        return self.final_lr_ratio + (1 - self.final_lr_ratio) * fall
+
+    def build(
+        self, parameters: Iterable[nn.Parameter]
+    ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+        """The optimizer over the trainable ``parameters`` and its scheduler, stepped once per optimizer step."""
+        trainable = [p for p in parameters if p.requires_grad]
+        optimizer = torch.optim.AdamW(
+            trainable, lr=self.lr, betas=tuple(self.betas), weight_decay=self.weight_decay, fused=True
+        )
+        return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, self.lr_scale)
