@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import sys
-import warnings
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -12,6 +10,7 @@ from omegaconf import DictConfig
 
 from eaglelab.cli.config import config_dir, register_resolvers
 from eaglelab.cli.errors import friendly
+from eaglelab.cli.quiet import quiet_libraries
 
 
 register_resolvers()
@@ -38,19 +37,6 @@ def main(config: DictConfig) -> float | None:
     print(f"\ntrained {figures['variant']}: {figures['optimizer_steps']} steps in {figures['seconds']:.0f} s{tail}")
     print(f"run folder: {folder}\nnext: eaglelab evaluate run={folder}")
     return tau
-
-
-def quiet_libraries() -> None:
-    """Drop library notices that a user cannot act on; warnings of this project stay."""
-    for name in ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    for pattern in (
-        r".*does not have many workers.*",
-        r".*`isinstance\(treespec, LeafSpec\)` is deprecated.*",
-        r".*GPU available but not used.*",
-        r".*Trainer already configured.*",
-    ):
-        warnings.filterwarnings("ignore", message=pattern)
 
 
 if __name__ == "__main__":

@@ -183,8 +183,10 @@ class SlotDrafter:
     @staticmethod
     def _tree_mask(state: DraftState, ancestor_BWP: Tensor | None, W: int, K: int) -> Tensor:
         """bool [B, 1, W, K]: committed slots plus the given provisional ones behind them."""
-        committed_BK = state.committed_mask(K)
         P = state.provisional + W
+        if ancestor_BWP is not None and len(set(state.lengths)) == 1:
+            return F.pad(ancestor_BWP, (K - P, 0), value=True)[:, None]
+        committed_BK = state.committed_mask(K)
         if ancestor_BWP is None:
             ancestor_BWP = torch.ones(len(state.lengths), W, P, dtype=torch.bool, device=committed_BK.device)
         mask_BWK = committed_BK[:, None].repeat(1, W, 1)

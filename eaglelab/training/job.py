@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from eaglelab.data import ConversationDataModule
 from eaglelab.target import FrozenTarget
 from eaglelab.training.callbacks import GracefulStop
-from eaglelab.training.run_folder import RunFolder
+from eaglelab.training.run_folder import RunFolder, read_checkpoint
 from eaglelab.variants import DraftingModule, OptimConfig
 
 log = logging.getLogger(__name__)
@@ -50,12 +50,13 @@ def train(config: DictConfig, run_dir: str | Path) -> TrainingResult:
     module = build_module(config, target)
     data = build_data(config, target)
     data.setup()
-    log.info("%s", data.report)
 
     callbacks = [instantiate(one) for one in (config.callbacks or {}).values()]
     trainer: L.Trainer = instantiate(
         config.trainer, callbacks=callbacks, logger=instantiate(config.logger) if config.logger else False
     )
+    if ckpt_path is not None:  # refuse before anything in the folder changes
+        module.on_load_checkpoint(read_checkpoint(ckpt_path))
     if trainer.is_global_zero:
         folder.path.mkdir(parents=True, exist_ok=True)
         module.manifest().save(folder.manifest_path)
@@ -73,19 +74,22 @@ def train(config: DictConfig, run_dir: str | Path) -> TrainingResult:
 def build_module(config: DictConfig, target: FrozenTarget) -> DraftingModule:
     """The variant's LightningModule, freshly initialised from ``seed``."""
     optim = OptimConfig(**_plain(config.optim))
-    return instantiate(config.variant, target=target, optim=optim, seed=config.seed, _convert_="all")
+    variant = instantiate(config.variant, _partial_=True, _convert_="all")
+    return variant(target=target, optim=optim, seed=config.seed)
 
 
 def build_data(config: DictConfig, target: FrozenTarget) -> ConversationDataModule:
     """The data module behind the target's tokenizer."""
     if target.tokenizer is None:
         raise ValueError(f"target {target.source} has no tokenizer; conversations cannot be tokenized")
-    return instantiate(
-        config.data,
-        tokenizer=target.tokenizer,
+    settings = _plain(config.data)
+    return ConversationDataModule(
+        target.tokenizer,
+        settings.pop("path"),
+        settings.pop("val_path"),
         supervise=config.variant.supervise,
         seed=config.seed,
-        _convert_="all",
+        **settings,
     )
 
 

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pickle
@@ -107,7 +108,8 @@ class RunFolder:
             device=device,
             revision=manifest.target.revision if source is None else None,
         )
-        manifest.target.require_same(target.fingerprint, context=f"running the drafter of {self.path}")
+        present = dataclasses.replace(manifest, target=target.fingerprint)
+        manifest.require_same(present, ("target",), f"{self.path} holds a drafter of another target")
         return target
 
     def load_drafter(self, target: FrozenTarget, checkpoint: str = "last") -> SlotDrafter:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import platform
+from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from eaglelab.target import FeatureManifest
@@ -23,14 +25,21 @@ def build_manifest(module: DraftingModule) -> FeatureManifest:
         tap_norm="post" if module.taps == ("final",) else "pre",
         layout="B S d",
         feature_dtype=str(target.dtype).removeprefix("torch."),
-        head=f"target.lm_head@{weights[:16]}",
-        embedding=f"target.embed@{weights[:16]}",
+        head=f"target.lm_head:{weights[:16]}",
+        embedding=f"target.embed:{weights[:16]}",
         dtype_policy={"drafter": "float32", "softmax": "float32", "loss": "float32"},
         drafter=module.drafter_config.to_dict(),
         draft_vocabulary=None,
         variant=module.variant,
         switches=module.switches,
+        software=software_versions(),
     )
+
+
+def software_versions() -> dict[str, str]:
+    """Versions of what the numbers depend on, for the record."""
+    names = ("eaglelab", "torch", "transformers", "lightning")
+    return {"python": platform.python_version()} | {name: version(name) for name in names}
 
 
 def require_same_contract(saved: FeatureManifest, current: FeatureManifest) -> None:
@@ -39,4 +48,4 @@ def require_same_contract(saved: FeatureManifest, current: FeatureManifest) -> N
     Raises:
         ManifestMismatch: names the first field that differs, both values and the way out.
     """
-    saved.require_same(current, CONTRACT_FIELDS, "resuming this checkpoint")
+    saved.require_same(current, CONTRACT_FIELDS, "this checkpoint cannot be continued here")

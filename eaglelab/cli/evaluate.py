@@ -1,0 +1,51 @@
+"""``eaglelab evaluate``."""
+
+from __future__ import annotations
+
+import time
+
+import hydra
+from omegaconf import DictConfig, OmegaConf
+
+from eaglelab.cli.config import config_dir, register_resolvers
+from eaglelab.cli.errors import friendly
+from eaglelab.cli.quiet import quiet_libraries
+
+register_resolvers()
+
+
+@hydra.main(version_base="1.3", config_path=config_dir(), config_name="evaluate")
+@friendly
+def main(config: DictConfig) -> float:
+    """Evaluate a run's drafter; prints the table, writes ``metrics.json``, returns tau."""
+    from eaglelab.decoding import make_tree
+    from eaglelab.evaluation import Settings, evaluate, load_prompts, table
+    from eaglelab.training import RunFolder
+
+    quiet_libraries()
+    folder = RunFolder.existing(config.run)
+    tree = make_tree(**OmegaConf.to_container(config.tree, resolve=True))
+    settings = Settings(
+        max_new_tokens=config.max_new_tokens,
+        turns=config.turns,
+        temperature=config.temperature,
+        check_generate=config.check_generate,
+    )
+    prompts = load_prompts(config.data.path, limit=config.limit)
+    target = folder.load_target(source=config.target, dtype=config.dtype, device=config.device)
+    drafter = folder.load_drafter(target, config.checkpoint)
+    result = evaluate(target, drafter, tree, prompts, settings)
+
+    figures = result.to_dict()
+    figures["settings"] |= {"data": str(config.data.path), "checkpoint": config.checkpoint}
+    name = f"evaluations/{config.tree.name}-{time.strftime('%Y-%m-%d_%H-%M-%S')}.json"
+    folder.update_metrics(figures, name)
+    written = folder.update_metrics({k: v for k, v in figures.items() if k != "per_prompt"} | {"per_prompt_file": name})
+    print(f"\n{table(figures, title=f'{folder.path}, tree={config.tree.name}')}\n\nwritten: {written}")
+    if result.partial:
+        raise SystemExit(130)
+    return float(figures["tau"])
+
+
+if __name__ == "__main__":
+    main()

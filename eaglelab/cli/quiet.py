@@ -1,0 +1,22 @@
+"""Keep other libraries' notices out of a user's terminal."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+
+def quiet_libraries() -> None:
+    """Drop library notices that a user cannot act on; warnings of this project stay."""
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    for pattern in (
+        r".*does not have many workers.*",
+        r".*`isinstance\(treespec, LeafSpec\)` is deprecated.*",
+        r".*GPU available but not used.*",
+        r".*exists and is not empty.*",  # a resumed run
+    ):
+        warnings.filterwarnings("ignore", message=pattern)

@@ -1,0 +1,109 @@
+"""Rollout attention against the dense oracle, in values, gradients and influence."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eaglelab.data.rows import compile_rows
+from eaglelab.drafters.attention import RolloutContext, joint_attention
+from tests.oracles.visibility import dense_rollout_attention, nodes
+
+
+def rows_of(lengths_by_sequence, S):
+    B = len(lengths_by_sequence)
+    valid = torch.zeros(B, S, dtype=torch.bool)
+    segment = torch.full((B, S), -1)
+    position = torch.zeros(B, S, dtype=torch.long)
+    for b, lengths in enumerate(lengths_by_sequence):
+        start = 0
+        for i, n in enumerate(lengths):
+            valid[b, start : start + n] = True
+            segment[b, start : start + n] = i
+            position[b, start : start + n] = torch.arange(n)
+            start += n
+    return compile_rows(valid, segment, position, valid)
+
+
+def random_qkv(rows, steps, H=4, G=2, D=4, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    B, R = rows.legal_BR.shape
+    return [
+        torch.randn(steps + 1, B, heads, R, D, dtype=torch.float64, generator=g, requires_grad=True)
+        for heads in (H, G, G)
+    ]
+
+
+def rollout(rows, q, k, v):
+    context = RolloutContext(rows)
+    out = [context.native(q[0], k[0], v[0])]
+    out += [context.own(q[s], k[s], v[s]) for s in range(1, len(q))]
+    return torch.stack(out)
+
+
+layouts = st.lists(st.lists(st.integers(2, 6), min_size=1, max_size=3), min_size=1, max_size=2)
+
+
+@settings(max_examples=40, deadline=None)
+@given(layouts, st.integers(0, 7), st.sampled_from([(4, 4), (4, 2), (2, 1)]), st.integers(0, 10**6))
+def test_values_and_gradients_equal_the_oracle(lengths, steps, heads, seed):
+    """Random packed and padded layouts, grouped heads, 0 to 7 draft steps, float64."""
+    rows = rows_of(lengths, max(sum(x) for x in lengths) + 1)
+    qkv = random_qkv(rows, steps, *heads, seed=seed)
+    legal = rows.legal_BR[None, :, None, :, None]
+    ours, oracle = (
+        torch.where(legal, f(rows, *qkv), 0) for f in (rollout, dense_rollout_attention)
+    )
+    torch.testing.assert_close(ours, oracle, rtol=1e-10, atol=1e-12)
+
+    weight = torch.randn(oracle.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    grads = [torch.autograd.grad((out * weight).sum(), qkv) for out in (ours, oracle)]
+    for mine, exact in zip(*grads, strict=True):
+        torch.testing.assert_close(mine, exact, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("lengths", [[[6]], [[3, 4], [5]]])
+def test_perturbing_one_key_moves_exactly_the_rows_that_may_see_it(lengths):
+    """No influence of siblings, future rows, other segments or padding."""
+    steps = 3
+    rows = rows_of(lengths, max(sum(x) for x in lengths) + 2)
+    q, k, v = (x.detach() for x in random_qkv(rows, steps))
+    before = rollout(rows, q, k, v)
+    R = rows.legal_BR.shape[1]
+    for b in range(len(lengths)):
+        graph = nodes(rows, b, steps)
+        for key in graph:
+            if not key.legal:
+                continue
+            moved_v = v.clone()
+            moved_v[key.step, b, :, key.slot] += 1.0
+            moved = (rollout(rows, q, k, moved_v) - before).abs().amax(dim=(2, 4)) > 0  # [steps + 1, B, R]
+            expected = torch.zeros(steps + 1, len(lengths), R, dtype=torch.bool)
+            for query in graph:
+                if query.legal:
+                    expected[query.step, b, query.slot] = query.sees(key)
+            moved = moved & rows.legal_BR
+            assert moved.equal(expected)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_gradcheck(masked):
+    g = torch.Generator().manual_seed(0)
+    B, H, R, D, s = 1, 2, 4, 3, 2
+    shapes = [(B, H, R, D)] * 3 + [(B, H, R, s, D)] * 2
+    inputs = [torch.randn(x, dtype=torch.float64, generator=g, requires_grad=True) for x in shapes]
+    bias = None
+    if masked:
+        bias = torch.zeros(B, 1, R, R, dtype=torch.float64)
+        bias[0, 0, 1, 0] = bias[0, 0, 2, 3] = -torch.inf
+    assert torch.autograd.gradcheck(lambda *x: joint_attention(*x, bias), inputs)
+
+
+def test_large_scores_do_not_overflow():
+    """Log-sum-exp merging: own scores of +-1e4 stay finite and give the limit."""
+    q = torch.full((1, 1, 2, 1), 100.0)
+    k, v = torch.zeros(1, 1, 2, 1), torch.zeros(1, 1, 2, 1)
+    for sign, expected in ((1.0, 7.0), (-1.0, 0.0)):
+        own_k, own_v = torch.full((1, 1, 2, 1, 1), sign * 100.0), torch.full((1, 1, 2, 1, 1), 7.0)
+        out = joint_attention(q, k, v, own_k, own_v, None)
+        torch.testing.assert_close(out, torch.full_like(out, expected))

@@ -1,0 +1,114 @@
+"""Losses and noise against their definitions."""
+
+import pytest
+import torch
+
+from eaglelab.objectives import feature_noise, smooth_l1, soft_cross_entropy
+
+
+def problem(M=7, d=5, V=11, dtype=torch.float32):
+    g = torch.Generator().manual_seed(0)
+    predicted = torch.randn(M, d, generator=g, dtype=dtype, requires_grad=True)
+    teacher = torch.randn(M, d, generator=g, dtype=dtype)
+    weight = torch.randn(V, d, generator=g, dtype=dtype)
+    return predicted, teacher, weight
+
+
+def literal_soft_ce(predicted, teacher, weight):
+    q = (teacher @ weight.T).softmax(-1)
+    return -(q * (predicted @ weight.T).log_softmax(-1)).sum()
+
+
+def test_documented_loss_fixture():
+    """L_reg 0.6 and L_cls 2.4 combine to 0.84 at the published weights."""
+    assert 1.0 * 0.6 + 0.1 * 2.4 == pytest.approx(0.84)
+    # a residual of 2.2 under SmoothL1(beta 1) is 1.7; of 0.5 is 0.125
+    rows = smooth_l1(torch.tensor([[2.2, 0.5]]), torch.zeros(1, 2))
+    assert rows == pytest.approx((1.7 + 0.125) / 2)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7, 100])
+def test_soft_cross_entropy_equals_its_definition_in_value_and_gradient(chunk):
+    predicted, teacher, weight = problem()
+    result = soft_cross_entropy(predicted, teacher, lambda x: x @ weight.T, chunk=chunk)
+    exact = literal_soft_ce(predicted, teacher, weight)
+    torch.testing.assert_close(result.soft, exact)
+    # an outer factor reaches the gradient
+    (ours,) = torch.autograd.grad(result.soft * 3, predicted)
+    (expected,) = torch.autograd.grad(exact * 3, predicted)
+    torch.testing.assert_close(ours, expected)
+
+
+def test_gradient_vanishes_where_drafter_equals_teacher():
+    """At p = q the loss is the teacher's entropy and stationary."""
+    _, teacher, weight = problem()
+    same = teacher.clone().requires_grad_()
+    result = soft_cross_entropy(same, teacher, lambda x: x @ weight.T)
+    q = (teacher @ weight.T).softmax(-1)
+    torch.testing.assert_close(result.soft.detach(), -(q * q.log()).sum())
+    (grad,) = torch.autograd.grad(result.soft, same)
+    assert grad.abs().max() < 1e-5
+    assert result.hits_M.all()
+
+
+def test_hits_and_recall():
+    weight = torch.eye(4)
+    teacher = torch.tensor([[9.0, 0, 0, 0], [0, 9.0, 0, 0], [0, 0, 9.0, 0]])
+    predicted = torch.tensor([[5.0, 4, 0, 0], [5.0, 4, 0, 0], [5.0, 4, 0, 1]])
+    result = soft_cross_entropy(predicted, teacher, lambda x: x @ weight.T, recall_k=2)
+    assert result.hits_M.tolist() == [True, False, False]
+    assert result.recall == 2
+
+
+def test_low_precision_states_are_summed_in_fp32():
+    predicted, teacher, weight = problem(M=64)
+    low = predicted.detach().bfloat16().requires_grad_()
+    result = soft_cross_entropy(low, teacher.bfloat16(), lambda x: x @ weight.bfloat16().T, chunk=8)
+    assert result.soft.dtype == torch.float32
+    exact = literal_soft_ce(low.float(), teacher.bfloat16().float(), weight.bfloat16().float())
+    torch.testing.assert_close(result.soft, exact, rtol=2e-2, atol=0)
+    (grad,) = torch.autograd.grad(result.soft, low)
+    assert grad.dtype == torch.bfloat16
+
+
+def test_no_rows_gives_zero_and_an_empty_gradient():
+    _, _, weight = problem()
+    predicted = torch.zeros(0, 5, requires_grad=True)
+    result = soft_cross_entropy(predicted, torch.zeros(0, 5), lambda x: x @ weight.T)
+    assert result.soft == 0
+    assert smooth_l1(predicted, torch.zeros(0, 5)) == 0
+    assert torch.autograd.grad(result.soft, predicted)[0].shape == (0, 5)
+
+
+def test_uniform_noise_has_the_paper_s_interval_and_variance():
+    noise = feature_noise((4, 100, 50), "paper_uniform", generator=torch.Generator().manual_seed(0))
+    assert noise.abs().max() <= 0.1
+    assert noise.abs().max() > 0.0999
+    assert noise.mean().abs() < 0.002  # 0.0577 / sqrt(20000) = 0.0004
+    assert noise.var().item() == pytest.approx(0.2**2 / 12, rel=0.03)
+
+
+def test_length_scaled_noise_is_the_uniform_one_at_512_and_scales_with_512_over_length():
+    draw = {"law": "length_scaled", "scale": 0.1}
+    shape = (1, 3, 8)
+    length = torch.tensor([[512, 256, 1024]])
+    uniform = feature_noise(shape, "paper_uniform", generator=torch.Generator().manual_seed(3))
+    scaled = feature_noise(shape, length_BR=length, generator=torch.Generator().manual_seed(3), **draw)
+    torch.testing.assert_close(scaled[0, 0], uniform[0, 0])
+    torch.testing.assert_close(scaled[0, 1], uniform[0, 1] * 2)
+    torch.testing.assert_close(scaled[0, 2], uniform[0, 2] / 2)
+
+
+def test_gaussian_noise_and_none():
+    noise = feature_noise((20_000,), "gaussian", scale=0.3, generator=torch.Generator().manual_seed(0))
+    assert noise.std().item() == pytest.approx(0.3, rel=0.03)
+    assert feature_noise((2, 2), "none") is None
+
+
+def test_noise_errors():
+    with pytest.raises(ValueError, match="noise law 'uniform' is not one of none, paper_uniform"):
+        feature_noise((1,), "uniform")
+    with pytest.raises(ValueError, match="scale must be >= 0"):
+        feature_noise((1,), "gaussian", scale=-1.0)
+    with pytest.raises(ValueError, match="needs the length"):
+        feature_noise((1, 1, 1), "length_scaled")
