@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import hydra
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from eaglelab.cli.config import config_dir, register_resolvers
 from eaglelab.cli.errors import friendly
@@ -24,7 +24,7 @@ def main(config: DictConfig) -> float:
 
     quiet_libraries()
     folder = RunFolder.existing(config.run)
-    tree = make_tree(**OmegaConf.to_container(config.tree, resolve=True))
+    tree = make_tree(**config.tree)
     settings = Settings(
         max_new_tokens=config.max_new_tokens,
         turns=config.turns,
@@ -40,7 +40,9 @@ def main(config: DictConfig) -> float:
     figures["settings"] |= {"data": str(config.data.path), "checkpoint": config.checkpoint}
     name = f"evaluations/{config.tree.name}-{time.strftime('%Y-%m-%d_%H-%M-%S')}.json"
     folder.update_metrics(figures, name)
-    written = folder.update_metrics({k: v for k, v in figures.items() if k != "per_prompt"} | {"per_prompt_file": name})
+    written = folder.update_metrics(
+        {k: v for k, v in figures.items() if k != "per_prompt"} | {"per_prompt_file": name}
+    )
     print(f"\n{table(figures, title=f'{folder.path}, tree={config.tree.name}')}\n\nwritten: {written}")
     if result.partial:
         raise SystemExit(130)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 import hydra
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from eaglelab.cli.config import config_dir, register_resolvers
 from eaglelab.cli.errors import friendly
@@ -28,7 +28,7 @@ def main(config: DictConfig) -> None:
     color = wants_color(config.color)
     quiet_libraries()
     folder = RunFolder.existing(config.run)
-    tree = make_tree(**OmegaConf.to_container(config.tree, resolve=True))
+    tree = make_tree(**config.tree)
     target = folder.load_target(source=config.target, dtype=config.dtype, device=config.device)
     drafter = folder.load_drafter(target, config.checkpoint) if tree is not None else None
     prompt_ids = encode_prompt(target.tokenizer, [{"role": "user", "content": str(config.prompt)}])
@@ -38,7 +38,10 @@ def main(config: DictConfig) -> None:
     rounds, tokens = len(stream.rounds), len(stream.tokens)
     accepted = sum(record.accepted for record in stream.rounds)
     tau = f"tau {1 + accepted / rounds:.2f}" if rounds else "no draft round"
-    print(f"\n\n{tokens} tokens in {rounds} rounds, {accepted} of them drafted and accepted, {tau}", file=sys.stderr)
+    print(
+        f"\n\n{tokens} tokens in {rounds} rounds, {accepted} of them drafted and accepted, {tau}",
+        file=sys.stderr,
+    )
 
 
 if __name__ == "__main__":

@@ -26,7 +26,10 @@ def main(argv: list[str] | None = None) -> None:
         print(usage())
         return
     if verb not in VERBS:
-        print(f"error: {'no verb given' if not verb else f'unknown verb {verb!r}'}\n\n{usage()}", file=sys.stderr)
+        print(
+            f"error: {'no verb given' if not verb else f'unknown verb {verb!r}'}\n\n{usage()}",
+            file=sys.stderr,
+        )
         raise SystemExit(2)
     module = importlib.import_module(f"eaglelab.cli.{verb}")
     # Hydra and distributed launchers start the job again from argv[0], so it must be a file that runs this verb

@@ -12,7 +12,6 @@ from eaglelab.cli.config import config_dir, register_resolvers
 from eaglelab.cli.errors import friendly
 from eaglelab.cli.quiet import quiet_libraries
 
-
 register_resolvers()
 
 
@@ -34,7 +33,9 @@ def main(config: DictConfig) -> float | None:
         raise SystemExit(130)
     tau = figures["final"].get("val/tau")
     tail = f", simulated tau {tau:.2f}" if tau is not None else ""
-    print(f"\ntrained {figures['variant']}: {figures['optimizer_steps']} steps in {figures['seconds']:.0f} s{tail}")
+    print(
+        f"\ntrained {figures['variant']}: {figures['optimizer_steps']} steps in {figures['seconds']:.0f} s{tail}"
+    )
     print(f"run folder: {folder}\nnext: eaglelab evaluate run={folder}")
     return tau
 

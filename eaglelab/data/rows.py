@@ -10,7 +10,7 @@ Letters: B sequences, S tokens per sequence, R rows per sequence, M supervised r
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -90,9 +90,13 @@ class Rows:
         itself_RR = torch.eye(R, dtype=torch.bool, device=slot_R.device)
         return (same_BRR & past_RR & legal_BRR) | itself_RR
 
+    def supervised_slots(self, step: int = 0) -> Tensor:
+        """int64 [M], roots ``b * R + r`` whose rollout step ``step`` enters the loss."""
+        return self.supervised_at(step).flatten().nonzero().flatten() if step else self.supervised_M
+
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Rows:
         """A copy on ``device``."""
-        moved = {
+        moved: dict[str, Any] = {
             field.name: value.to(device, non_blocking=non_blocking)
             for field in dataclasses.fields(self)
             if isinstance(value := getattr(self, field.name), Tensor)

@@ -1,8 +1,18 @@
 """Drafter networks, their attention and their decoding-time form."""
 
-from eaglelab.drafters.attention import RolloutContext, joint_attention
+from eaglelab.drafters.attention import RolloutContext, ShippedContext, joint_attention
 from eaglelab.drafters.config import DrafterConfig
 from eaglelab.drafters.feature import FeatureDrafter
+from eaglelab.drafters.network import DraftNetwork
 from eaglelab.drafters.runtime import DraftState, SlotDrafter
 
-__all__ = ["DraftState", "DrafterConfig", "FeatureDrafter", "RolloutContext", "SlotDrafter", "joint_attention"]
+__all__ = [
+    "DraftNetwork",
+    "DraftState",
+    "DrafterConfig",
+    "FeatureDrafter",
+    "RolloutContext",
+    "ShippedContext",
+    "SlotDrafter",
+    "joint_attention",
+]

@@ -3,7 +3,7 @@
 The whole family trains one dependency graph. Root row ``r`` at rollout step ``s`` sees the target-derived keys of
 rows ``<= r`` of its segment and its own draft states of steps ``1..s``; nothing else. EAGLE-1 is the case without
 a draft step, HASS and EAGLE-3 index the same graph by position and by root. Own ancestors are a handful of
-per-row terms, so no [rows, rows * steps] matrix exists and step ``s`` costs one more dot product per row than ``s - 1``.
+per-row terms: no [rows, rows * steps] matrix exists, and step ``s`` costs one more dot product per row than ``s - 1``.
 
 Letters: B sequences, R rows, H heads, G key/value heads, D head width, s draft steps.
 """
@@ -26,7 +26,8 @@ class RolloutContext:
     """The keys of one training pass over a batch's rows.
 
     ``native`` is the ``attend`` of the target-derived rows and must come first; every call of ``own`` adds one
-    draft step per root and attends from it. Gradients flow to all keys.
+    draft step per root and attends from it. Gradients flow to all keys. A pass that only needs the *keys* of
+    earlier steps gives them with ``add_native`` and ``add_own``.
     """
 
     def __init__(self, rows: Rows) -> None:
@@ -47,22 +48,76 @@ class RolloutContext:
 
     def native(self, q_BHRD: Tensor, k_BGRD: Tensor, v_BGRD: Tensor) -> Tensor:
         """Causal, segment-isolated attention among the rows. Keeps their keys for the steps that follow."""
-        assert self._native is None, "one native pass per context"
-        self._native = k, v = _spread(q_BHRD, k_BGRD), _spread(q_BHRD, v_BGRD)
-        mask = self._mask(q_BHRD.dtype)
-        return F.scaled_dot_product_attention(q_BHRD, k, v, attn_mask=mask, is_causal=mask is None)
+        self.add_native(k_BGRD, v_BGRD)
+        return self._attend(q_BHRD)
 
     def own(self, q_BHRD: Tensor, k_BGRD: Tensor, v_BGRD: Tensor) -> Tensor:
         """Attention of the next draft step of every root; its own new key is visible to itself."""
+        self.add_own(k_BGRD, v_BGRD)
+        return self._attend(q_BHRD)
+
+    def add_native(self, k_BGRD: Tensor, v_BGRD: Tensor) -> None:
+        """Keys and values of the target-derived rows."""
+        assert self._native is None, "one native pass per context"
+        self._native = k_BGRD, v_BGRD
+
+    def add_own(self, k_BGRD: Tensor, v_BGRD: Tensor) -> None:
+        """Keys and values of one draft step of every root."""
         assert self._native is not None, "the native pass comes first"
-        self._own.append((_spread(q_BHRD, k_BGRD), _spread(q_BHRD, v_BGRD)))
-        own_k = torch.stack([k for k, _ in self._own], dim=3)  # [B, H, R, s, D]
-        own_v = torch.stack([v for _, v in self._own], dim=3)
-        return joint_attention(q_BHRD, *self._native, own_k, own_v, self._mask(q_BHRD.dtype))
+        self._own.append((k_BGRD, v_BGRD))
+
+    def _attend(self, q_BHRD: Tensor) -> Tensor:
+        mask = self._mask(q_BHRD.dtype)
+        k, v, own_k, own_v = self._spread_keys(q_BHRD)
+        if not self._own:
+            return F.scaled_dot_product_attention(q_BHRD, k, v, attn_mask=mask, is_causal=mask is None)
+        return joint_attention(q_BHRD, k, v, own_k, own_v, mask)
+
+    def _spread_keys(self, q_BHRD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Native k, v [B, H, R, D] and own k, v [B, H, R, s, D], heads repeated to those of the queries."""
+        assert self._native is not None
+        repeat = q_BHRD.shape[1] // self._native[0].shape[1]
+        native = [x.repeat_interleave(repeat, dim=1) for x in self._native]
+        none = native[0][:, :, :, None][:, :, :, :0]
+        own = [torch.stack(x, dim=3).repeat_interleave(repeat, dim=1) for x in zip(*self._own, strict=True)]
+        own_k, own_v = own or (none, none)
+        return native[0], native[1], own_k, own_v
+
+
+class ShippedContext(RolloutContext):
+    """The published HASS arithmetic, an ablation: hidden slots keep probability mass.
+
+    The published code multiplies the scores of hidden columns by zero before the softmax instead of hiding them, so
+    that each of them weighs exp(0) and draws the output towards zero; decoding does no such thing. A row at column
+    ``t`` of ``columns`` has ``columns - 1 - t`` of them, padding included.
+
+    Args:
+        rows: the plan; one segment per sequence (``data.packing=false``), as in the published trainer.
+        columns: tokens per padded sequence.
+
+    Raises:
+        ValueError: packed rows.
+    """
+
+    def __init__(self, rows: Rows, columns: int) -> None:
+        super().__init__(rows)
+        if not rows.causal:
+            raise ValueError("alignment=shipped is defined for unpacked samples only; set data.packing=false")
+        self._columns = columns
+
+    def _attend(self, q_BHRD: Tensor) -> Tensor:
+        position_BR = self._rows.position_BR + len(self._own)
+        hidden_BR = (self._columns - 1 - position_BR).clamp(min=0)
+        return dense_joint_attention(q_BHRD, *self._spread_keys(q_BHRD), None, hidden_BR)
 
 
 def joint_attention(
-    q_BHRD: Tensor, k_BHRD: Tensor, v_BHRD: Tensor, own_k_BHRsD: Tensor, own_v_BHRsD: Tensor, bias: Tensor | None
+    q_BHRD: Tensor,
+    k_BHRD: Tensor,
+    v_BHRD: Tensor,
+    own_k_BHRsD: Tensor,
+    own_v_BHRsD: Tensor,
+    bias: Tensor | None,
 ) -> Tensor:
     """One softmax over the causal native keys and each row's own keys.
 
@@ -76,15 +131,34 @@ def joint_attention(
     """
     if q_BHRD.device.type == "cpu":
         return _JointAttention.apply(q_BHRD, k_BHRD, v_BHRD, own_k_BHRsD, own_v_BHRsD, bias)
-    R = q_BHRD.shape[2]
+    return dense_joint_attention(q_BHRD, k_BHRD, v_BHRD, own_k_BHRsD, own_v_BHRsD, bias)
+
+
+def dense_joint_attention(
+    q_BHRD: Tensor,
+    k_BHRD: Tensor,
+    v_BHRD: Tensor,
+    own_k_BHRsD: Tensor,
+    own_v_BHRsD: Tensor,
+    bias: Tensor | None,
+    empty_BR: Tensor | None = None,
+) -> Tensor:
+    """:func:`joint_attention` with its [R, R + s] scores written out: any device, memory quadratic in R.
+
+    Args:
+        empty_BR: that many further slots per row, with score 0 and value 0 (see :class:`ShippedContext`).
+    """
+    R, scale = q_BHRD.shape[2], q_BHRD.shape[-1] ** -0.5
     if bias is None:
-        hidden = torch.ones(R, R, dtype=torch.bool, device=q_BHRD.device).triu(1)
-        bias = torch.zeros(R, R, dtype=q_BHRD.dtype, device=q_BHRD.device).masked_fill_(hidden, -torch.inf)
-    scale = q_BHRD.shape[-1] ** -0.5
-    native = (q_BHRD @ k_BHRD.mT) * scale + bias
-    own = torch.einsum("bhrd,bhrsd->bhrs", q_BHRD, own_k_BHRsD) * scale
-    weight = torch.cat((native, own), dim=-1).softmax(-1, dtype=torch.float32).to(q_BHRD.dtype)
-    return weight[..., :R] @ v_BHRD + torch.einsum("bhrs,bhrsd->bhrd", weight[..., R:], own_v_BHRsD)
+        future_RR = torch.ones(R, R, dtype=torch.bool, device=q_BHRD.device).triu(1)
+        bias = torch.zeros(R, R, dtype=q_BHRD.dtype, device=q_BHRD.device).masked_fill_(future_RR, -torch.inf)
+    scores = [(q_BHRD @ k_BHRD.mT) * scale + bias]
+    scores.append(torch.einsum("bhrd,bhrsd->bhrs", q_BHRD, own_k_BHRsD) * scale)
+    if empty_BR is not None:
+        scores.append(empty_BR.to(q_BHRD.dtype).log()[:, None, :, None].expand(-1, q_BHRD.shape[1], -1, -1))
+    weight = torch.cat(scores, dim=-1).softmax(-1, dtype=torch.promote_types(q_BHRD.dtype, torch.float32))
+    native, own = weight.to(q_BHRD.dtype)[..., : R + own_k_BHRsD.shape[3]].split([R, own_k_BHRsD.shape[3]], dim=-1)
+    return native @ v_BHRD + torch.einsum("bhrs,bhrsd->bhrd", own, own_v_BHRsD)
 
 
 class _JointAttention(torch.autograd.Function):
@@ -95,7 +169,9 @@ class _JointAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, own_k: Tensor, own_v: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, own_k: Tensor, own_v: Tensor, bias: Tensor | None
+    ) -> Tensor:
         ctx.scale = q.shape[-1] ** -0.5
         native, native_lse = _flash(q, k, v, 0.0, bias is None, attn_mask=bias, scale=ctx.scale)
         own_score = torch.einsum("bhrd,bhrsd->bhrs", q, own_k).to(native_lse.dtype) * ctx.scale
@@ -118,8 +194,3 @@ class _JointAttention(torch.autograd.Function):
         grad_own_k = grad_score[..., None] * q[..., None, :]
         grad_own_v = weight.to(q.dtype)[..., None] * grad_out[..., None, :]
         return grad_q, grad_k, grad_v, grad_own_k, grad_own_v, None
-
-
-def _spread(q_BHRD: Tensor, kv_BGRD: Tensor) -> Tensor:
-    """Repeat key/value heads to the number of query heads."""
-    return kv_BGRD.repeat_interleave(q_BHRD.shape[1] // kv_BGRD.shape[1], dim=1)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from eaglelab.drafters.config import DrafterConfig
 from eaglelab.drafters.layers import Attend, DraftAttention, Rotary, SwiGLU
+from eaglelab.drafters.network import DraftNetwork
 
 
 class FeatureLayer(nn.Module):
@@ -29,39 +30,28 @@ class FeatureLayer(nn.Module):
         return x_BNd + self.mlp(self.post_attention_layernorm(x_BNd))
 
 
-class FeatureDrafter(nn.Module):
-    """Regresses the next target feature. Tensor names are those of the published checkpoints.
-
-    Embedding and head are the target's and stay outside: they are frozen, and a drafter never owns a copy.
-    """
+class FeatureDrafter(DraftNetwork):
+    """Regresses the next target feature. Tensor names are those of the published checkpoints."""
 
     def __init__(self, config: DrafterConfig) -> None:
-        super().__init__()
+        super().__init__(config)
         if config.num_taps != 1:
             raise ValueError(f"a feature drafter reads one tap, got num_taps={config.num_taps}")
-        self.config = config
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.fc_bias)
         self.layers = nn.ModuleList([FeatureLayer(config)])
         self.rotary = Rotary(config)
 
     def fuse(self, taps_BNd: Tensor) -> Tensor:
-        """Target streams -> the state that a row reads. One tap: the feature itself."""
+        """One tap: the state is the feature itself."""
         return taps_BNd
 
-    def forward(self, state_BNd: Tensor, embedding_BNd: Tensor, position_BN: Tensor, attend: Attend) -> Tensor:
-        """Predict the next feature of every row.
-
-        Args:
-            state_BNd: target feature ``f_t``, or the predicted feature of the row's parent.
-            embedding_BNd: embedding of the advanced token ``x_{t+1}``.
-            position_BN: int64 rotary positions.
-            attend: what the rows see (:mod:`eaglelab.drafters.layers`).
-
-        Returns:
-            [B, N, d], the predicted ``f_{t+1}``; also the next state of a rollout.
-        """
+    def forward(
+        self, state_BNd: Tensor, embedding_BNd: Tensor, position_BN: Tensor, attend: Attend
+    ) -> Tensor:
+        """The predicted ``f_{t+1}`` of every row; arguments as in :class:`DraftNetwork`."""
         x_BNd = self.fc(torch.cat((embedding_BNd, state_BNd), dim=-1))
-        cos, sin = self.rotary(position_BN)
-        for layer in self.layers:
-            x_BNd = layer(x_BNd, cos, sin, attend)
-        return x_BNd
+        return self.layers[0](x_BNd, *self.rotary(position_BN), attend)
+
+    def keys(self, state_BNd: Tensor, embedding_BNd: Tensor, position_BN: Tensor) -> tuple[Tensor, Tensor]:
+        x_BNd = self.fc(torch.cat((embedding_BNd, state_BNd), dim=-1))
+        return self.layers[0].self_attn.keys(x_BNd, *self.rotary(position_BN))

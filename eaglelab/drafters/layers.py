@@ -63,12 +63,15 @@ class DraftAttention(nn.Module):
 
     def forward(self, x_BNi: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """[B, N, input_size] -> [B, N, d]."""
-        q, k, v = (
-            rearrange(project(x_BNi), "b n (h c) -> b h n c", c=self.head_dim)
-            for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        out_BHND = attend(rotate(q, cos, sin), rotate(k, cos, sin), v)
+        out_BHND = attend(rotate(self._heads(self.q_proj, x_BNi), cos, sin), *self.keys(x_BNi, cos, sin))
         return self.o_proj(rearrange(out_BHND, "b h n c -> b n (h c)"))
+
+    def keys(self, x_BNi: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys, with their positions, and values: [B, G, N, D] each."""
+        return rotate(self._heads(self.k_proj, x_BNi), cos, sin), self._heads(self.v_proj, x_BNi)
+
+    def _heads(self, project: nn.Linear, x_BNi: Tensor) -> Tensor:
+        return rearrange(project(x_BNi), "b n (h c) -> b h n c", c=self.head_dim)
 
 
 class SwiGLU(nn.Module):

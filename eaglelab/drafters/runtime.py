@@ -12,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from eaglelab.drafters.config import DrafterConfig
 from eaglelab.drafters.layers import Attend
+from eaglelab.drafters.network import DraftNetwork
 from eaglelab.target import FrozenTarget, Tap
 
 
@@ -50,7 +51,9 @@ class DraftState:
         starts = [length + self.provisional for length in self.lengths]
         end = max(starts) + N
         if end > self.capacity:
-            raise ValueError(f"draft slots: {end} rows needed, capacity is {self.capacity}; ask for more in new_state")
+            raise ValueError(
+                f"draft slots: {end} rows needed, capacity is {self.capacity}; ask for more in new_state"
+            )
         if len(set(starts)) == 1:
             self.keys_BGCD[:, :, starts[0] : end] = k_BGND
             self.values_BGCD[:, :, starts[0] : end] = v_BGND
@@ -75,16 +78,16 @@ class SlotDrafter:
         taps: the target streams that ``extend`` receives, concatenated.
     """
 
-    def __init__(self, network: nn.Module, target: FrozenTarget, taps: tuple[Tap, ...]) -> None:
-        self.network = network.eval()
+    def __init__(self, network: DraftNetwork, target: FrozenTarget, taps: tuple[Tap, ...]) -> None:
+        network.eval()
+        self.network = network
         self.target = target
         self.taps = taps
-        self.config: DrafterConfig = network.config
-        self.max_positions = self.config.max_position_embeddings
+        self.max_positions = network.config.max_position_embeddings
 
     def new_state(self, batch: int, capacity: int) -> DraftState:
         """Empty slots for ``batch`` sequences of up to ``capacity`` rows, provisional ones included."""
-        return DraftState(self.config, batch, capacity, like=next(self.network.parameters()))
+        return DraftState(self.network.config, batch, capacity, like=next(self.network.parameters()))
 
     @torch.no_grad()
     def extend(
@@ -120,7 +123,9 @@ class SlotDrafter:
             slot_K = torch.arange(K, device=q.device)
             last_BN = torch.tensor(state.lengths, device=q.device)[:, None] + torch.arange(N, device=q.device)
             visible_BNK = slot_K <= last_BN[..., None]
-            return F.scaled_dot_product_attention(q, keys, values, attn_mask=visible_BNK[:, None], enable_gqa=True)
+            return F.scaled_dot_product_attention(
+                q, keys, values, attn_mask=visible_BNK[:, None], enable_gqa=True
+            )
 
         fused_BNd = self.network.fuse(features_BNF)
         hidden_BNd = self._forward(fused_BNd, tokens_BN, position_BN, attend)

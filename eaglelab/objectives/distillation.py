@@ -1,89 +1,92 @@
-"""Soft-target cross entropy through a token head, without ever holding the logits of a batch.
+"""Soft-target distillation through the frozen token head (EAGLE-1, HASS).
 
-Teacher and drafter logits of a chunk of rows exist only while that chunk is worked on; its gradient to the
-predicted states is taken on the spot, so that nothing of size [rows, V] outlives its chunk.
-
-Letters: M supervised rows, d hidden width, V vocabulary.
+Letters: M supervised rows, d hidden width, V vocabulary, K top tokens.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from eaglelab.objectives.chunked import chunked_sum
+
 Head = Callable[[Tensor], Tensor]
 
 
-class Distillation(NamedTuple):
-    """Sums over rows: ``soft`` is differentiable, the rest are measurements.
+@dataclasses.dataclass
+class Distillation:
+    """Sums over rows; ``loss`` is differentiable, the rest are measurements.
 
     Attributes:
-        soft: scalar fp32, sum of ``-sum_v q(v) log p(v)``.
+        loss: ``soft_weight * soft + top_weight * top``, fp32.
+        soft: sum of ``-sum_v q(v) log p(v)``.
+        top: sum of the same over the teacher's K most probable tokens only; 0 without them.
         hits_M: bool, drafter and teacher agree on the most probable token.
-        recall: scalar, rows whose teacher argmax is among the drafter's ``recall_k`` most probable tokens.
+        recall: rows whose teacher argmax is among the drafter's ``recall_k`` most probable tokens.
     """
 
+    loss: Tensor
     soft: Tensor
+    top: Tensor
     hits_M: Tensor
     recall: Tensor
 
 
-def soft_cross_entropy(
+def distill(
     predicted_Md: Tensor,
     teacher_Md: Tensor,
     head: Head,
     *,
-    chunk: int = 1024,
+    soft_weight: float = 1.0,
+    top_weight: float = 0.0,
+    top_k: int = 10,
+    renormalise: bool = False,
     recall_k: int = 5,
+    chunk: int = 1024,
 ) -> Distillation:
     """Cross entropy of the drafter's distribution against the frozen head's on the teacher's feature.
 
-    Both distributions come from ``head``, softmax and sums in fp32 (EAGLE-1's and HASS's ``p_w`` term; the full
-    vocabulary, not renormalised).
+    Both distributions come from ``head``; softmax and sums are fp32. The soft term is EAGLE-1's, over the full
+    vocabulary. The top-K term is HASS's: it keeps the teacher's probabilities as they are, so that a row weighs as
+    much as the mass of its K tokens.
 
     Args:
         predicted_Md: predicted features, the only differentiable input.
         teacher_Md: target features of the same rows.
         head: [m, d] -> [m, V] logits; frozen.
-        chunk: rows per piece; memory is about 3 * chunk * V * 4 bytes.
+        soft_weight, top_weight: weights of the two terms; the top-K term is not computed at weight 0.
+        top_k: K; at K = V the two terms are equal.
+        renormalise: ablation: divide the K probabilities by their sum, which is another loss.
         recall_k: how many draft tokens count for ``recall``.
+        chunk: rows per piece; memory is about 4 * chunk * V * 4 bytes.
     """
-    soft, hits_M, recall = _SoftCrossEntropy.apply(predicted_Md, teacher_Md, head, chunk, recall_k)
-    return Distillation(soft, hits_M, recall)
+    device = predicted_Md.device
+    hits_M = torch.empty(predicted_Md.shape[0], dtype=torch.bool, device=device)
+    soft, top, recall = (torch.zeros((), device=device) for _ in range(3))
 
-
-class _SoftCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, predicted: Tensor, teacher: Tensor, head: Head, chunk: int, recall_k: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        wants_grad = ctx.needs_input_grad[0]
-        soft = torch.zeros((), device=predicted.device)
-        recall = torch.zeros((), device=predicted.device)
-        grad = torch.empty_like(predicted) if wants_grad else None
-        hits = torch.empty(predicted.shape[0], dtype=torch.bool, device=predicted.device)
-        for start in range(0, predicted.shape[0], chunk):
-            piece = slice(start, start + chunk)
-            q_mV = head(teacher[piece]).float().softmax(-1)
-            with torch.set_grad_enabled(wants_grad):
-                state = predicted[piece].detach().requires_grad_(wants_grad)
-                log_p_mV = head(state).float().log_softmax(-1)
-                loss = -(q_mV * log_p_mV).sum()
-            if grad is not None:
-                (grad[piece],) = torch.autograd.grad(loss, state)
-            soft += loss.detach()
+    def loss_of(predicted_md: Tensor, piece: slice) -> Tensor:
+        with torch.no_grad():
+            q_mV = head(teacher_Md[piece]).float().softmax(-1)
+        log_p_mV = head(predicted_md).float().log_softmax(-1)
+        soft_piece = -(q_mV * log_p_mV).sum()
+        loss = soft_weight * soft_piece
+        with torch.no_grad():
+            soft.add_(soft_piece)
             best_m = q_mV.argmax(-1)
-            hits[piece] = log_p_mV.argmax(-1) == best_m
-            top_mk = log_p_mV.topk(min(recall_k, log_p_mV.shape[-1]), dim=-1).indices
-            recall += (top_mk == best_m[:, None]).any(-1).sum()
-        ctx.save_for_backward(grad)
-        ctx.mark_non_differentiable(hits, recall)
-        return soft, hits, recall
+            hits_M[piece] = log_p_mV.argmax(-1) == best_m
+            drafted_mk = log_p_mV.topk(min(recall_k, log_p_mV.shape[-1]), dim=-1).indices
+            recall.add_((drafted_mk == best_m[:, None]).any(-1).sum())
+        if top_weight:
+            q_mK, id_mK = q_mV.topk(min(top_k, q_mV.shape[-1]), dim=-1)
+            if renormalise:
+                q_mK = q_mK / q_mK.sum(-1, keepdim=True)
+            top_piece = -(q_mK * log_p_mV.gather(-1, id_mK)).sum()
+            loss = loss + top_weight * top_piece
+            top.add_(top_piece.detach())
+        return loss
 
-    @staticmethod
-    def backward(ctx: Any, grad_soft: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        (grad,) = ctx.saved_tensors
-        return grad_soft * grad, None, None, None, None
+    loss = chunked_sum(loss_of, predicted_Md, chunk=chunk)
+    return Distillation(loss, soft, top, hits_M, recall)

@@ -1,10 +1,10 @@
 """A run folder: what training leaves behind and every other verb starts from.
 
-    .hydra/         the resolved configuration and the overrides
-    manifest.json   every semantic address that the weights depend on
-    metrics.json    "training": {...}, and the figures of the latest evaluation
-    checkpoints/    last.ckpt, best-*.ckpt
-    csv/ or wandb/  the logger's files
+.hydra/         the resolved configuration and the overrides
+manifest.json   every semantic address that the weights depend on
+metrics.json    "training": {...}, and the figures of the latest evaluation
+checkpoints/    last.ckpt, best-*.ckpt
+csv/ or wandb/  the logger's files
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class RunFolder:
         if not folder.manifest_path.is_file():
             what = "has no manifest.json" if folder.path.is_dir() else "does not exist"
             raise ValueError(
-                f"run={path} {what}; give the folder that `python train.py` printed (it holds manifest.json and checkpoints/)"
+                f"run={path} {what}; give the folder that `python train.py` printed, with manifest.json and checkpoints/"
             )
         return folder
 
@@ -91,7 +91,9 @@ class RunFolder:
         os.replace(aside, path)
         return path
 
-    def load_target(self, *, source: str | None = None, dtype: str | None = None, device: str = "cpu") -> FrozenTarget:
+    def load_target(
+        self, *, source: str | None = None, dtype: str | None = None, device: str = "cpu"
+    ) -> FrozenTarget:
         """The target that the drafter was trained for.
 
         Args:
@@ -143,4 +145,6 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         return torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(f"{path} cannot be read as a checkpoint ({reason}); use another one of the run") from error
+        raise ValueError(
+            f"{path} cannot be read as a checkpoint ({reason}); use another one of the run"
+        ) from error

@@ -6,11 +6,12 @@ To add one: subclass :class:`DraftingModule` in a file of its own (``variant``, 
 
 from eaglelab.variants.base import DraftingModule, Pass
 from eaglelab.variants.eagle import EagleModule
+from eaglelab.variants.hass import HassModule
 from eaglelab.variants.optim import OptimConfig
 from eaglelab.variants.simulation import ChainSimulation
 from eaglelab.variants.view import View
 
-VARIANTS: dict[str, type[DraftingModule]] = {module.variant: module for module in (EagleModule,)}
+VARIANTS: dict[str, type[DraftingModule]] = {module.variant: module for module in (EagleModule, HassModule)}
 """Variant name, as manifests record it, -> module class."""
 
-__all__ = ["VARIANTS", "ChainSimulation", "DraftingModule", "EagleModule", "OptimConfig", "Pass", "View"]
+__all__ = ["VARIANTS", "ChainSimulation", "DraftingModule", "EagleModule", "HassModule", "OptimConfig", "Pass", "View"]

@@ -13,11 +13,12 @@ from typing import Any, ClassVar
 
 import lightning as L
 import torch
-from torch import Tensor, nn
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch import Tensor
 
 from eaglelab.data.batch import Batch
 from eaglelab.data.rows import SuperviseRule
-from eaglelab.drafters import DrafterConfig, SlotDrafter
+from eaglelab.drafters import DrafterConfig, DraftNetwork, SlotDrafter
 from eaglelab.target import FeatureManifest, FrozenTarget, Tap
 from eaglelab.variants.manifest import build_manifest, require_same_contract
 from eaglelab.variants.optim import OptimConfig
@@ -27,14 +28,13 @@ from eaglelab.variants.view import View
 
 @dataclasses.dataclass
 class Pass:
-    """One back-propagated pass over the rows: a differentiable scalar and what to log about it.
+    """One back-propagated pass over the rows.
 
-    ``loss_sum`` is a sum over supervised rows; the base divides by their number, over all processes.
-    ``sums`` are plain row sums, reported as means over rows.
+    ``loss`` is normalised by :meth:`DraftingModule.row_count`; ``means`` are what to log about it.
     """
 
-    loss_sum: Tensor
-    sums: dict[str, Tensor]
+    loss: Tensor
+    means: dict[str, Tensor]
 
 
 class DraftingModule(L.LightningModule, ABC):
@@ -79,7 +79,7 @@ class DraftingModule(L.LightningModule, ABC):
         self.drafter_config = DrafterConfig.from_target(
             target.text_config, num_taps=len(self.taps), **(drafter or {})
         )
-        self.network = self.build_network(self.drafter_config)
+        self.network: DraftNetwork = self.build_network(self.drafter_config)
         self.chain = ChainSimulation(chain_depth)
         self.micro_step = 0
         self.skipped_batches = 0
@@ -89,7 +89,7 @@ class DraftingModule(L.LightningModule, ABC):
 
     @classmethod
     @abstractmethod
-    def build_network(cls, config: DrafterConfig) -> nn.Module:
+    def build_network(cls, config: DrafterConfig) -> DraftNetwork:
         """The drafter network, freshly initialised, in fp32."""
 
     @abstractmethod
@@ -112,46 +112,54 @@ class DraftingModule(L.LightningModule, ABC):
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:
         rows = batch.rows.num_supervised
-        total_rows = self._over_processes(rows)
         self.micro_step += 1
         self.supervised_rows += rows
-        if total_rows == 0:
+        if self._over_processes(rows) == 0:
             self.skipped_batches += 1
             return
         began = time.perf_counter()
         view = View.of(batch, self.target, self.taps)
         target_seconds = time.perf_counter() - began
-        scale = self.trainer.world_size / total_rows / self.optim.accumulate
-        sums: dict[str, Tensor] = {}
+        means: dict[str, Tensor] = {"loss": torch.zeros((), device=self.device)}
         for one in self.passes(view):
-            self.manual_backward(one.loss_sum * scale)
-            for name, value in {"loss": one.loss_sum.detach(), **one.sums}.items():
-                sums[name] = sums.get(name, 0) + value
-        self._log_training(sums, rows, target_seconds)
+            self.manual_backward(one.loss / self.optim.accumulate)
+            means["loss"] += one.loss.detach()
+            means |= one.means
+        self._log_training(means, rows, target_seconds)
         if self.micro_step % self.optim.accumulate == 0:
             self._update()
 
     def _update(self) -> None:
         optimizer, scheduler = self.optimizers(), self.lr_schedulers()
-        assert isinstance(optimizer, L.pytorch.core.optimizer.LightningOptimizer)
+        assert isinstance(optimizer, LightningOptimizer)
         assert isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler)
         if (limit := self.optim.clip_value) is not None:
-            self.clip_gradients(optimizer, gradient_clip_val=limit, gradient_clip_algorithm="value")
+            self.clip_gradients(optimizer.optimizer, gradient_clip_val=limit, gradient_clip_algorithm="value")
         if (limit := self.optim.clip_norm) is not None:
-            self.clip_gradients(optimizer, gradient_clip_val=limit, gradient_clip_algorithm="norm")
+            self.clip_gradients(optimizer.optimizer, gradient_clip_val=limit, gradient_clip_algorithm="norm")
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
 
-    def _over_processes(self, count: int) -> int:
-        """Sum of a host integer over the processes; free on a single one."""
-        if self.trainer.world_size == 1:
-            return count
-        gathered = self.trainer.strategy.reduce(torch.tensor(count, device=self.device), reduce_op="sum")
-        return int(gathered)
+    def row_count(self, rows: int | Tensor) -> float | Tensor:
+        """What a sum over ``rows`` rows of this process is divided by: the mean of that number over all processes.
 
-    def _log_training(self, sums: dict[str, Tensor], rows: int, target_seconds: float) -> None:
-        means = {name: value / max(rows, 1) for name, value in sums.items()}
+        Gradients are averaged over processes, so the result is the mean over *all* rows, however unevenly they are
+        dealt. At least 1, so that a process without rows stays finite.
+        """
+        processes = 1 if self._trainer is None else self.trainer.world_size
+        total = self._over_processes(rows)
+        return total.clamp(min=1) / processes if isinstance(total, Tensor) else max(total, 1) / processes
+
+    def _over_processes(self, count: int | Tensor) -> int | Tensor:
+        """Sum over the processes; free on a single one."""
+        if self._trainer is None or self.trainer.world_size == 1:
+            return count
+        local = torch.as_tensor(count, device=self.device)
+        total = self.trainer.strategy.reduce(local, reduce_op="sum")
+        return total if isinstance(count, Tensor) else int(total)
+
+    def _log_training(self, means: dict[str, Tensor], rows: int, target_seconds: float) -> None:
         bar = {name: means.pop(name) for name in ("loss", "accuracy") if name in means}
         self.log_dict({f"train/{k}": v for k, v in bar.items()}, prog_bar=True, batch_size=rows)
         self.log_dict({f"train/{k}": v for k, v in means.items()}, batch_size=rows)

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from eaglelab.drafters import DrafterConfig, FeatureDrafter, RolloutContext
-from eaglelab.objectives import NoiseLaw, feature_noise, smooth_l1, soft_cross_entropy
+from eaglelab.objectives import NoiseLaw, distill, feature_noise, smooth_l1
 from eaglelab.target import FrozenTarget
 from eaglelab.variants.base import DraftingModule, Pass
 from eaglelab.variants.optim import OptimConfig
@@ -33,6 +33,7 @@ class EagleModule(DraftingModule):
         noise_scale: its half-width (standard deviation for ``gaussian``); 0.1 in the paper.
         regression_weight, distillation_weight: ``v_w`` and ``p_w``; 1.0 and 0.1 in the paper.
         smooth_l1_beta: where SmoothL1 turns linear.
+        switches_of_subclass: further contract switches for the manifest.
     """
 
     variant = "eagle"
@@ -47,6 +48,7 @@ class EagleModule(DraftingModule):
         regression_weight: float = 1.0,
         distillation_weight: float = 0.1,
         smooth_l1_beta: float = 1.0,
+        switches_of_subclass: dict[str, Any] | None = None,
         **shared: Any,
     ) -> None:
         self.noise: NoiseLaw = noise
@@ -61,14 +63,19 @@ class EagleModule(DraftingModule):
             "distillation_weight": distillation_weight,
             "smooth_l1_beta": smooth_l1_beta,
         }
-        super().__init__(target, optim, switches=switches, **shared)
+        super().__init__(target, optim, switches=switches | (switches_of_subclass or {}), **shared)
 
     @classmethod
     def build_network(cls, config: DrafterConfig) -> FeatureDrafter:
         return FeatureDrafter(config)
 
     def passes(self, view: View) -> Iterator[Pass]:
-        state_BRd = self.network.fuse(view.taps_BRF)
+        context = RolloutContext(view.rows)
+        state_BRd = self.noisy(self.network.fuse(view.taps_BRF), view)
+        yield self.objective(self.network(state_BRd, view.embedding(), view.position(), context.native), view)
+
+    def noisy(self, state_BRd: Tensor, view: View) -> Tensor:
+        """The input features plus this micro-batch's noise."""
         noise_BRd = feature_noise(
             state_BRd.shape,
             self.noise,
@@ -77,23 +84,25 @@ class EagleModule(DraftingModule):
             generator=self.generator(),
             device=state_BRd.device,
         )
-        if noise_BRd is not None:
-            state_BRd = state_BRd + noise_BRd.to(state_BRd.dtype)
-        context = RolloutContext(view.rows)
-        predicted_BRd = self.network(state_BRd, view.embedding(), view.position(), context.native)
-        yield self.objective(view.supervised(predicted_BRd), view.supervised(view.teacher()), view)
+        return state_BRd if noise_BRd is None else state_BRd + noise_BRd.to(state_BRd.dtype)
 
-    def objective(self, predicted_Md: Tensor, teacher_Md: Tensor, view: View) -> Pass:
-        """EAGLE's two terms over the supervised rows."""
+    def objective(self, predicted_BRd: Tensor, view: View, step: int = 0, **top_k_term: Any) -> Pass:
+        """EAGLE's two terms over the supervised rows of rollout step ``step``."""
+        slots_M = view.rows.supervised_slots(step)
+        predicted_Md = predicted_BRd.flatten(0, 1)[slots_M]
+        teacher_Md = view.teacher(step).flatten(0, 1)[slots_M]
         regression = smooth_l1(predicted_Md, teacher_Md, beta=self.smooth_l1_beta)
-        distilled = soft_cross_entropy(predicted_Md, teacher_Md, view.target.lm_head)
-        loss_sum = self.regression_weight * regression + self.distillation_weight * distilled.soft
-        return Pass(
-            loss_sum,
-            {
-                "regression": regression.detach(),
-                "distillation": distilled.soft.detach(),
-                "accuracy": distilled.hits_M.sum(),
-                "recall@5": distilled.recall,
-            },
+        distilled = distill(
+            predicted_Md, teacher_Md, view.target.lm_head, soft_weight=self.distillation_weight, **top_k_term
         )
+        sums = {
+            "regression": regression.detach(),
+            "distillation": distilled.soft,
+            "accuracy": distilled.hits_M.sum(),
+            "recall@5": distilled.recall,
+        }
+        if top_k_term:
+            sums["top_k"] = distilled.top
+        loss_sum = self.regression_weight * regression + distilled.loss
+        rows = max(slots_M.numel(), 1)
+        return Pass(loss_sum / self.row_count(slots_M.numel()), {name: x / rows for name, x in sums.items()})

@@ -42,6 +42,8 @@ class OptimConfig:
             raise ValueError("optim: set clip_value or clip_norm, not both")
         if self.schedule not in ("linear", "cosine", "constant"):
             raise ValueError(f"optim.schedule={self.schedule!r} is not one of linear, cosine, constant")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"optim.betas={list(self.betas)} must be two numbers in [0, 1)")
         if self.accumulate < 1 or self.lr <= 0:
             raise ValueError(f"optim: lr={self.lr} and accumulate={self.accumulate} must be positive")
 
@@ -60,7 +62,8 @@ class OptimConfig:
     ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
         """The optimizer over the trainable ``parameters`` and its scheduler, stepped once per optimizer step."""
         trainable = [p for p in parameters if p.requires_grad]
+        beta1, beta2 = self.betas
         optimizer = torch.optim.AdamW(
-            trainable, lr=self.lr, betas=tuple(self.betas), weight_decay=self.weight_decay, fused=True
+            trainable, lr=self.lr, betas=(beta1, beta2), weight_decay=self.weight_decay, fused=True
         )
         return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, self.lr_scale)

@@ -6,11 +6,11 @@ Letters: B sequences, R rows, d hidden width, K chain depth.
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torchmetrics import Metric
 
-from eaglelab.drafters.attention import RolloutContext
-from eaglelab.objectives import soft_cross_entropy
+from eaglelab.drafters import DraftNetwork, RolloutContext
+from eaglelab.objectives import distill
 from eaglelab.variants.view import View
 
 
@@ -43,7 +43,7 @@ class ChainSimulation(Metric):
             self.add_state(name, torch.zeros(depth, dtype=torch.float64), dist_reduce_fx="sum")
 
     @torch.no_grad()
-    def update(self, network: nn.Module, view: View) -> None:
+    def update(self, network: DraftNetwork, view: View) -> None:
         """Roll ``network`` out over the rows of ``view``."""
         rows = view.rows
         complete_BR = rows.supervised_at(0) & rows.supervised_at(self.depth - 1)
@@ -59,7 +59,7 @@ class ChainSimulation(Metric):
             state_BRd = network(state_BRd, view.embedding(step), view.position(step), attend)
             predicted_Md = state_BRd.flatten(0, 1)[root_M]
             teacher_Md = view.teacher(step).flatten(0, 1)[root_M]
-            hits_M = soft_cross_entropy(predicted_Md, teacher_Md, view.target.lm_head).hits_M
+            hits_M = distill(predicted_Md, teacher_Md, view.target.lm_head).hits_M
             alive_M &= hits_M
             self.prefix_hits[step] += alive_M.sum()
             self.step_hits[step] += hits_M.sum()

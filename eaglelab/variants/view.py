@@ -1,6 +1,6 @@
 """What a variant sees of a batch: the compiled rows with the target's answers to them.
 
-Letters: B sequences, S tokens, R rows, T taps, d hidden width, M supervised rows.
+Letters: B sequences, S tokens, R rows, T taps, d hidden width.
 """
 
 from __future__ import annotations
@@ -63,7 +63,3 @@ class View:
     def sample_length(self) -> Tensor:
         """int64 [B, R], tokens of the segment that each row belongs to."""
         return self.rows.position_BR + self.rows.remaining_BR + 1
-
-    def supervised(self, x_BR: Tensor) -> Tensor:
-        """[B, R, ...] -> [M, ...], the rows that enter the loss."""
-        return x_BR.flatten(0, 1)[self.rows.supervised_M]

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eaglelab.data.rows import compile_rows
-from eaglelab.drafters.attention import RolloutContext, joint_attention
+from eaglelab.drafters.attention import RolloutContext, dense_joint_attention, joint_attention
 from tests.oracles.visibility import dense_rollout_attention, nodes
 
 
@@ -51,9 +51,7 @@ def test_values_and_gradients_equal_the_oracle(lengths, steps, heads, seed):
     rows = rows_of(lengths, max(sum(x) for x in lengths) + 1)
     qkv = random_qkv(rows, steps, *heads, seed=seed)
     legal = rows.legal_BR[None, :, None, :, None]
-    ours, oracle = (
-        torch.where(legal, f(rows, *qkv), 0) for f in (rollout, dense_rollout_attention)
-    )
+    ours, oracle = (torch.where(legal, f(rows, *qkv), 0) for f in (rollout, dense_rollout_attention))
     torch.testing.assert_close(ours, oracle, rtol=1e-10, atol=1e-12)
 
     weight = torch.randn(oracle.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -84,6 +82,15 @@ def test_perturbing_one_key_moves_exactly_the_rows_that_may_see_it(lengths):
                     expected[query.step, b, query.slot] = query.sees(key)
             moved = moved & rows.legal_BR
             assert moved.equal(expected)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_written_out_form_used_on_other_devices_is_equal(masked):
+    g = torch.Generator().manual_seed(0)
+    shapes = [(2, 3, 6, 4)] * 3 + [(2, 3, 6, 2, 4)] * 2
+    inputs = [torch.randn(x, generator=g) for x in shapes]
+    bias = torch.randn(2, 1, 6, 6, generator=g) if masked else None
+    torch.testing.assert_close(joint_attention(*inputs, bias), dense_joint_attention(*inputs, bias))
 
 
 @pytest.mark.parametrize("masked", [False, True])

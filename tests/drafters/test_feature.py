@@ -6,7 +6,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig
 
 from eaglelab.drafters import DrafterConfig, FeatureDrafter, RolloutContext
-from eaglelab.objectives import smooth_l1, soft_cross_entropy
+from eaglelab.objectives import distill, smooth_l1
 from tests.oracles.golden import Golden
 
 
@@ -28,16 +28,13 @@ def test_golden_training_case(case):
         RolloutContext(rows).native,
     )
     expected = rows.gather(golden["out.predict"])
-    torch.testing.assert_close(
-        predicted[rows.legal_BR], expected[rows.legal_BR], rtol=1e-5, atol=1e-6
-    )
+    torch.testing.assert_close(predicted[rows.legal_BR], expected[rows.legal_BR], rtol=1e-5, atol=1e-6)
     predicted_Md = predicted.flatten(0, 1)[rows.supervised_M]
     teacher_Md = rows.gather(features, 1).flatten(0, 1)[rows.supervised_M]
     count = rows.num_supervised
     regression = smooth_l1(predicted_Md, teacher_Md) / count
-    soft = (
-        soft_cross_entropy(predicted_Md, teacher_Md, lambda x: x @ golden["head.weight"].T, chunk=5).soft / count
-    )
+    distilled = distill(predicted_Md, teacher_Md, lambda x: x @ golden["head.weight"].T, chunk=5)
+    soft = distilled.loss / count
     loss = regression + 0.1 * soft
     assert regression.item() == pytest.approx(golden.facts["loss_reg"], rel=1e-5)
     assert soft.item() == pytest.approx(golden.facts["loss_cls"], rel=1e-5)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from eaglelab.objectives import feature_noise, smooth_l1, soft_cross_entropy
+from eaglelab.objectives import chunked_sum, distill, feature_noise, smooth_l1
 
 
 def problem(M=7, d=5, V=11, dtype=torch.float32):
@@ -19,22 +19,21 @@ def literal_soft_ce(predicted, teacher, weight):
     return -(q * (predicted @ weight.T).log_softmax(-1)).sum()
 
 
-def test_documented_loss_fixture():
-    """L_reg 0.6 and L_cls 2.4 combine to 0.84 at the published weights."""
-    assert 1.0 * 0.6 + 0.1 * 2.4 == pytest.approx(0.84)
-    # a residual of 2.2 under SmoothL1(beta 1) is 1.7; of 0.5 is 0.125
-    rows = smooth_l1(torch.tensor([[2.2, 0.5]]), torch.zeros(1, 2))
-    assert rows == pytest.approx((1.7 + 0.125) / 2)
+def test_smooth_l1_is_averaged_over_the_width_and_summed_over_rows():
+    """A residual of 2.2 costs 1.7 at beta 1, one of 0.5 costs 0.125."""
+    rows = smooth_l1(torch.tensor([[2.2, 0.5], [0.0, -2.2]]), torch.zeros(2, 2))
+    assert rows == pytest.approx((1.7 + 0.125 + 1.7) / 2)
+    assert smooth_l1(torch.tensor([[2.2]]), torch.zeros(1, 1), beta=4.0) == pytest.approx(2.2**2 / 8)
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 7, 100])
 def test_soft_cross_entropy_equals_its_definition_in_value_and_gradient(chunk):
     predicted, teacher, weight = problem()
-    result = soft_cross_entropy(predicted, teacher, lambda x: x @ weight.T, chunk=chunk)
+    result = distill(predicted, teacher, lambda x: x @ weight.T, chunk=chunk)
     exact = literal_soft_ce(predicted, teacher, weight)
-    torch.testing.assert_close(result.soft, exact)
+    torch.testing.assert_close(result.loss, exact)
     # an outer factor reaches the gradient
-    (ours,) = torch.autograd.grad(result.soft * 3, predicted)
+    (ours,) = torch.autograd.grad(result.loss * 3, predicted)
     (expected,) = torch.autograd.grad(exact * 3, predicted)
     torch.testing.assert_close(ours, expected)
 
@@ -43,10 +42,10 @@ def test_gradient_vanishes_where_drafter_equals_teacher():
     """At p = q the loss is the teacher's entropy and stationary."""
     _, teacher, weight = problem()
     same = teacher.clone().requires_grad_()
-    result = soft_cross_entropy(same, teacher, lambda x: x @ weight.T)
+    result = distill(same, teacher, lambda x: x @ weight.T)
     q = (teacher @ weight.T).softmax(-1)
-    torch.testing.assert_close(result.soft.detach(), -(q * q.log()).sum())
-    (grad,) = torch.autograd.grad(result.soft, same)
+    torch.testing.assert_close(result.soft, -(q * q.log()).sum())
+    (grad,) = torch.autograd.grad(result.loss, same)
     assert grad.abs().max() < 1e-5
     assert result.hits_M.all()
 
@@ -55,7 +54,7 @@ def test_hits_and_recall():
     weight = torch.eye(4)
     teacher = torch.tensor([[9.0, 0, 0, 0], [0, 9.0, 0, 0], [0, 0, 9.0, 0]])
     predicted = torch.tensor([[5.0, 4, 0, 0], [5.0, 4, 0, 0], [5.0, 4, 0, 1]])
-    result = soft_cross_entropy(predicted, teacher, lambda x: x @ weight.T, recall_k=2)
+    result = distill(predicted, teacher, lambda x: x @ weight.T, recall_k=2)
     assert result.hits_M.tolist() == [True, False, False]
     assert result.recall == 2
 
@@ -63,21 +62,21 @@ def test_hits_and_recall():
 def test_low_precision_states_are_summed_in_fp32():
     predicted, teacher, weight = problem(M=64)
     low = predicted.detach().bfloat16().requires_grad_()
-    result = soft_cross_entropy(low, teacher.bfloat16(), lambda x: x @ weight.bfloat16().T, chunk=8)
+    result = distill(low, teacher.bfloat16(), lambda x: x @ weight.bfloat16().T, chunk=8)
     assert result.soft.dtype == torch.float32
     exact = literal_soft_ce(low.float(), teacher.bfloat16().float(), weight.bfloat16().float())
     torch.testing.assert_close(result.soft, exact, rtol=2e-2, atol=0)
-    (grad,) = torch.autograd.grad(result.soft, low)
+    (grad,) = torch.autograd.grad(result.loss, low)
     assert grad.dtype == torch.bfloat16
 
 
 def test_no_rows_gives_zero_and_an_empty_gradient():
     _, _, weight = problem()
     predicted = torch.zeros(0, 5, requires_grad=True)
-    result = soft_cross_entropy(predicted, torch.zeros(0, 5), lambda x: x @ weight.T)
+    result = distill(predicted, torch.zeros(0, 5), lambda x: x @ weight.T)
     assert result.soft == 0
     assert smooth_l1(predicted, torch.zeros(0, 5)) == 0
-    assert torch.autograd.grad(result.soft, predicted)[0].shape == (0, 5)
+    assert torch.autograd.grad(result.loss, predicted)[0].shape == (0, 5)
 
 
 def test_uniform_noise_has_the_paper_s_interval_and_variance():
@@ -112,3 +111,50 @@ def test_noise_errors():
         feature_noise((1,), "gaussian", scale=-1.0)
     with pytest.raises(ValueError, match="needs the length"):
         feature_noise((1, 1, 1), "length_scaled")
+
+
+def test_top_k_term_is_not_renormalised():
+    predicted, teacher, weight = problem()
+    q = (teacher @ weight.T).softmax(-1)
+    log_p = (predicted @ weight.T).log_softmax(-1)
+    kept = q.topk(3, -1)
+    exact = -(kept.values * log_p.gather(-1, kept.indices)).sum()
+    settings = {"soft_weight": 0.1, "top_weight": 2.0, "top_k": 3, "chunk": 4}
+    result = distill(predicted, teacher, lambda x: x @ weight.T, **settings)
+    torch.testing.assert_close(result.top, exact.detach())
+    torch.testing.assert_close(result.loss, 0.1 * result.soft + 2.0 * exact)
+    (ours,) = torch.autograd.grad(result.loss, predicted)
+    (expected,) = torch.autograd.grad(0.1 * literal_soft_ce(predicted, teacher, weight) + 2.0 * exact, predicted)
+    torch.testing.assert_close(ours, expected)
+
+    # renormalising divides every row by its own mass Z_K: another loss
+    renormalised = distill(predicted, teacher, lambda x: x @ weight.T, renormalise=True, **settings)
+    by_row = -(kept.values * log_p.gather(-1, kept.indices)).sum(-1) / kept.values.sum(-1)
+    torch.testing.assert_close(renormalised.top, by_row.sum().detach())
+    assert (renormalised.top - result.top).abs() > 0.1
+
+
+def test_top_k_of_the_whole_vocabulary_is_the_full_cross_entropy():
+    predicted, teacher, weight = problem()
+    result = distill(predicted, teacher, lambda x: x @ weight.T, top_weight=1.0, top_k=11)
+    torch.testing.assert_close(result.top, result.soft)
+
+
+@pytest.mark.parametrize("chunk", [2, 3, 100])
+def test_chunked_sum_gradcheck_with_trained_parameters(chunk):
+    predicted, teacher, weight = problem(M=5, dtype=torch.float64)
+    head = weight.clone().requires_grad_()
+
+    def total(state, head):
+        def loss_of(rows, piece):
+            return ((rows @ head.T).log_softmax(-1) * teacher[piece, :1]).sum()
+
+        return chunked_sum(loss_of, state, [head], chunk=chunk)
+
+    assert torch.autograd.gradcheck(total, (predicted, head))
+    frozen = weight.clone()
+    (grad,) = torch.autograd.grad(total(predicted, frozen), predicted)
+    (expected,) = torch.autograd.grad(((predicted @ frozen.T).log_softmax(-1) * teacher[:, :1]).sum(), predicted)
+    torch.testing.assert_close(grad, expected)
+    with torch.no_grad():
+        torch.testing.assert_close(total(predicted, head), total(predicted, frozen))

@@ -49,7 +49,7 @@ def test_one_repeated_batch_is_learned(target):
     trainer(400, callbacks=[probe]).fit(module, loader([batch]))
 
     view = View.of(batch, target, (FINAL,))
-    q = target.lm_head(view.supervised(view.teacher())).softmax(-1)
+    q = target.lm_head(view.teacher().flatten(0, 1)[batch.rows.supervised_M]).softmax(-1)
     floor = float(-0.1 * (q * q.log()).sum(-1).mean())
     assert probe.losses[-1] - floor < 0.1 * (probe.losses[0] - floor)
     assert all(probe.with_gradient)
@@ -73,7 +73,9 @@ def test_loss_is_the_two_published_terms(target):
                 mask = torch.full((n - 1, n - 1), -torch.inf).triu(1)
 
                 def attend(q, k, v, mask=mask):
-                    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+                    return torch.nn.functional.scaled_dot_product_attention(
+                        q, k, v, attn_mask=mask, enable_gqa=True
+                    )
 
                 out = reference(feature[:, :-1], target.embed(ids[:, 1:]), torch.arange(n - 1)[None], attend)
                 for t in range(2, n - 1):  # x_{t+1} in the answer, which starts at token 3
@@ -104,13 +106,10 @@ def test_empty_plan_changes_nothing_not_even_by_weight_decay(target):
 
 def test_same_seed_same_numbers_other_seed_other_noise(target):
     weights = []
+    start = eagle(target).network.state_dict()
     for seed in (0, 0, 1):
-        torch.manual_seed(0)
         module = eagle(target, noise="paper_uniform", seed=seed)
-        if seed == 1:  # same initial weights, other noise
-            module.network.load_state_dict(first)
-        else:
-            first = {k: v.clone() for k, v in module.network.state_dict().items()}
+        module.network.load_state_dict(start)
         trainer(3).fit(module, loader([make_batch()]))
         weights.append(torch.cat([p.flatten() for p in module.network.parameters()]))
     assert weights[0].equal(weights[1])

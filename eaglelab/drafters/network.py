@@ -1,0 +1,51 @@
+"""What every drafter network offers to training, rollouts and decoding.
+
+Letters: B sequences, N rows, F width of the concatenated taps, d hidden width.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from eaglelab.drafters.config import DrafterConfig
+from eaglelab.drafters.layers import Attend
+
+
+class DraftNetwork(nn.Module, ABC):
+    """A network from (state, advanced token) to the next state, over keys that the caller owns.
+
+    Embedding and frozen head are the target's and stay outside: a drafter never owns a copy.
+    """
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.config = config
+
+    @abstractmethod
+    def fuse(self, taps_BNF: Tensor) -> Tensor:
+        """Target streams [B, N, F] -> the state [B, N, d] that a target-derived row reads."""
+
+    @abstractmethod
+    def forward(self, state_BNd: Tensor, embedding_BNd: Tensor, position_BN: Tensor, attend: Attend) -> Tensor:
+        """The next state of every row.
+
+        Args:
+            state_BNd: fused target state of the row, or the output of the row's parent.
+            embedding_BNd: embedding of the advanced token ``x_{t+1}``.
+            position_BN: int64 rotary positions.
+            attend: what the rows see (:mod:`eaglelab.drafters.layers`).
+
+        Returns:
+            [B, N, d]; both what the head reads and the next state of a rollout.
+        """
+
+    @abstractmethod
+    def keys(self, state_BNd: Tensor, embedding_BNd: Tensor, position_BN: Tensor) -> tuple[Tensor, Tensor]:
+        """Only the keys and values [B, G, N, D] that :meth:`forward` would hand to ``attend``."""
+
+    if TYPE_CHECKING:
+
+        def __call__(self, state_BNd: Tensor, embedding_BNd: Tensor, position_BN: Tensor, attend: Attend) -> Tensor: ...

@@ -1,0 +1,87 @@
+"""`eaglelab evaluate` and `generate` on a run folder."""
+
+import json
+import shutil
+
+import pytest
+
+from tests.cli.conftest import run
+
+
+@pytest.mark.parametrize("tree", ["chain", "static", "none"])
+def test_evaluate_writes_metrics_and_prints_the_table(tree, trained, tmp_path):
+    done = run("evaluate", f"run={trained}", f"tree={tree}", "limit=3", "max_new_tokens=24", cwd=tmp_path)
+    metrics = json.loads((trained / "metrics.json").read_text())
+    assert metrics["identical"] == {"count": 3, "of": 3}
+    assert metrics["tau"] >= 1
+    if tree == "none":
+        assert metrics["tau"] == 1
+    for name in (
+        "tokens_per_s",
+        "baseline_tokens_per_s",
+        "speedup",
+        "rounds",
+        "accepted_by_depth",
+        "settings",
+        "versions",
+    ):
+        assert name in metrics, name
+    assert metrics["training"]["optimizer_steps"] == 8  # evaluating keeps what training wrote
+    records = json.loads((trained / metrics["per_prompt_file"]).read_text())["per_prompt"]
+    accepted = [count for record in records for count in record["accepted"]]
+    assert metrics["tau"] == pytest.approx(1 + sum(accepted) / len(accepted))
+    assert "tau" in done.stdout
+    assert "3 of 3" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_generate_streams_the_plain_answer(trained, tmp_path):
+    prompt = "prompt='Tom has 3 apples and buys 4 more. How many apples does he have?'"
+    settings = (f"run={trained}", prompt, "max_new_tokens=40", "color=never")
+    drafted = run("generate", *settings, cwd=tmp_path)
+    plain = run("generate", *settings, "tree=none", cwd=tmp_path)
+    assert drafted.stdout.replace("[", "").replace("]", "") == plain.stdout
+    assert "drafted and accepted" in drafted.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "run"),
+        (["run=/nope"], "run=/nope does not exist"),
+        (["run={trained}", "checkpoint=/nope.ckpt"], "no checkpoint at /nope.ckpt"),
+        (["run={trained}", "data.path=/nope"], "/nope"),
+        (["run={trained}", "tree=dynamics"], "Could not find 'tree/dynamics'"),
+        (["run={trained}", "tree.depth=0"], "tree.depth=0"),
+        (["run={trained}", "temperature=0.7"], "temperature=0.7"),
+        (["run={trained}", "dtype=float33"], "float33"),
+    ],
+)
+def test_bad_input_ends_in_one_message(arguments, message, trained, tmp_path):
+    arguments = [a.format(trained=trained) for a in arguments]
+    done = run("evaluate", *arguments, cwd=tmp_path, check=False)
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_damaged_checkpoint_is_named(trained, tmp_path):
+    copy = shutil.copytree(trained, tmp_path / "run")
+    last = copy / "checkpoints" / "last.ckpt"
+    last.write_bytes(last.read_bytes()[:1000])
+    done = run("evaluate", f"run={copy}", "limit=1", cwd=tmp_path, check=False)
+    assert done.returncode == 1
+    assert "last.ckpt cannot be read as a checkpoint" in done.stderr
+
+
+def test_a_target_that_does_not_fit_is_refused(trained, tmp_path):
+    """Another width: the fingerprint differs before any weight is loaded."""
+    from tests.variants.conftest import tiny_target
+
+    tiny_target().model.save_pretrained(tmp_path / "other")
+    done = run(
+        "evaluate", f"run={trained}", f"target={tmp_path / 'other'}", "limit=1", cwd=tmp_path, check=False
+    )
+    assert done.returncode == 1
+    assert "holds a drafter of another target: field target" in done.stderr
+    assert "Way out" in done.stderr

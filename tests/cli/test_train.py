@@ -1,0 +1,142 @@
+"""The main job from the outside: run folder, resuming, interrupting, loggers, several processes."""
+
+import json
+import os
+import signal
+import subprocess
+
+import pytest
+import torch
+
+from tests.cli.conftest import SMALL, command, run
+
+
+def weights(folder) -> dict[str, torch.Tensor]:
+    return torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+
+
+def assert_same_bits(one, other):
+    first, second = weights(one), weights(other)
+    assert first.keys() == second.keys()
+    for name in first:
+        assert first[name].equal(second[name]), name
+
+
+def test_a_run_folder_holds_what_every_other_verb_needs(trained):
+    for name in (
+        ".hydra/config.yaml",
+        ".hydra/overrides.yaml",
+        "manifest.json",
+        "metrics.json",
+        "checkpoints/last.ckpt",
+    ):
+        assert (trained / name).is_file(), name
+    assert list((trained / "csv").rglob("metrics.csv"))
+    training = json.loads((trained / "metrics.json").read_text())["training"]
+    assert training["optimizer_steps"] == 8
+    assert training["supervised_rows"] > 0
+    assert 1 <= training["final"]["val/tau"] <= 6
+    manifest = json.loads((trained / "manifest.json").read_text())
+    assert manifest["variant"] == "eagle"
+    assert manifest["taps"] == ["final"]
+    assert manifest["switches"]["supervise"] == "advanced"
+    checkpoint = torch.load(trained / "checkpoints" / "last.ckpt", weights_only=True)  # plain data, no code
+    assert checkpoint["manifest"] == manifest
+
+
+def test_resumed_and_interrupted_training_equals_uninterrupted_bit_for_bit(tmp_path):
+    """Ctrl-C in the middle of the second epoch, then ckpt_path=last, against one go. Same seed, same numbers."""
+    job = [*SMALL, "trainer.max_steps=24", "trainer.log_every_n_steps=1", "logger=csv"]
+    run("train", *job, "hydra.run.dir=whole", cwd=tmp_path)
+
+    slow = [*job, "hydra.run.dir=cut", "callbacks.progress.refresh_seconds=0"]
+    process = subprocess.Popen(
+        command("train", *slow),
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=dict(os.environ),
+    )
+    seen = b""
+    while b" 5/24" not in seen:
+        piece = process.stderr.read1(4096)
+        assert piece, seen.decode()
+        seen += piece
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 130, errors.decode()
+    assert b"ckpt_path=last" in errors
+    cut = torch.load(tmp_path / "cut" / "checkpoints" / "last.ckpt", weights_only=True)["global_step"]
+    assert 5 <= cut < 24
+
+    run("train", *job, "hydra.run.dir=cut", "ckpt_path=last", cwd=tmp_path)
+    assert_same_bits(tmp_path / "whole", tmp_path / "cut")
+    # the log of the first part is still there
+    assert len(list((tmp_path / "cut" / "csv").rglob("metrics.csv"))) == 2
+
+
+def test_wandb_offline(tmp_path):
+    environment = dict(os.environ) | {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    job = command("train", *SMALL, "trainer.max_steps=2", "logger=wandb", "hydra.run.dir=run")
+    done = subprocess.run(job, cwd=tmp_path, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
+
+
+def test_two_processes_equal_one_with_the_doubled_batch(tmp_path):
+    """gloo; losses are normalised over the supervised rows of both processes, which differ."""
+    job = [*SMALL, "trainer.max_steps=3", "variant.noise=none", "optim.warmup_steps=0", "logger=none"]
+    run("train", *job, "trainer=ddp", "trainer.accelerator=cpu", "hydra.run.dir=two", cwd=tmp_path)
+    run("train", *job, "data.batch_size=4", "hydra.run.dir=one", cwd=tmp_path)
+    for (name, one), two in zip(
+        weights(tmp_path / "one").items(), weights(tmp_path / "two").values(), strict=True
+    ):
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["variant=egale"], "Could not find 'variant/egale'"),
+        (["data.path=/nope"], "/nope: no such file"),
+        (["data.paht=x"], "Key 'paht' is not in struct"),
+        (["target=hf", "target.source=/nope"], "/nope"),
+        (["target=hf"], "Missing mandatory value: target.source"),
+        (["optim.clip_value=1.0"], "clip_value or clip_norm, not both"),
+        (["variant.noise=loud"], "noise law 'loud' is not one of"),
+        (["variant.supervise=answer"], "supervise='answer' is not one of"),
+        (["ckpt_path=last"], "no checkpoint at"),
+        (["trainer=gpu"], "gpu"),
+        (["data.max_length=4", "data.row_length=4"], "no conversation is left"),
+    ],
+)
+def test_bad_input_ends_in_one_message(arguments, message, tmp_path):
+    done = run("train", *SMALL, *arguments, "hydra.run.dir=run", cwd=tmp_path, check=False)
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_a_finished_run_is_never_overwritten(trained):
+    before = (trained / "manifest.json").read_bytes(), (trained / "checkpoints" / "last.ckpt").read_bytes()
+    here = [f"hydra.run.dir={trained}"]
+    again = run("train", *SMALL, *here, cwd=trained, check=False)
+    assert again.returncode == 1
+    assert "already holds a run" in again.stderr
+    other = run("train", *SMALL, *here, "ckpt_path=last", "variant.noise=none", cwd=trained, check=False)
+    assert other.returncode == 1
+    assert "switches.noise was recorded as 'paper_uniform' but is 'none' here" in other.stderr
+    after = (trained / "manifest.json").read_bytes(), (trained / "checkpoints" / "last.ckpt").read_bytes()
+    assert after == before
+
+
+def test_help_and_verbs(tmp_path):
+    help_text = run("train", "--help", cwd=tmp_path).stdout
+    assert "python train.py variant=eagle" in help_text
+    assert "noise: paper_uniform" in help_text
+    assert "evaluate" in run("--help", cwd=tmp_path).stdout
+    wrong = run("trian", cwd=tmp_path, check=False)
+    assert wrong.returncode == 2
+    assert "unknown verb 'trian'" in wrong.stderr
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,134 @@
+"""HASS against the pinned implementation's numbers, the sequential draft chain, and its identities."""
+
+import types
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from eaglelab.variants import EagleModule, HassModule, OptimConfig, View
+from tests.oracles.golden import Golden
+from tests.variants.conftest import make_batch, tiny_target
+
+
+def hass(target, **settings) -> HassModule:
+    torch.manual_seed(0)
+    return HassModule(target, OptimConfig(lr=1e-3), **settings)
+
+
+def golden_view(golden) -> View:
+    embedding, head = golden["w.embed_tokens.weight"], golden["head.weight"]
+    target = types.SimpleNamespace(
+        embed=lambda ids: F.embedding(ids, embedding), lm_head=lambda x: x @ head.T, max_positions=64
+    )
+    rows, features = golden.rows(), golden["in.features"]
+    return View(rows, golden["in.input_ids"], rows.gather(features), features, target)
+
+
+@pytest.mark.parametrize("case", ["masked_nopad", "masked_pad", "shipped_nopad"])
+def test_golden_three_passes(case):
+    """Every term of every pass, and every gradient of the sum of the passes; the published arithmetic too."""
+    golden = Golden(f"hass_train_{case}_s0")
+    module = hass(tiny_target(vocab_size=97, rms_norm_eps=1e-5), alignment=case.split("_")[0])
+    weights = golden.group("w.")
+    weights.pop("embed_tokens.weight")
+    module.network.load_state_dict(weights, strict=True)
+
+    for step, one in enumerate(module.passes(golden_view(golden))):
+        expected = golden.facts["steps"][step]
+        tail = f"/step{step}" if step else ""
+        for name, key in (("regression", "loss_reg"), ("distillation", "loss_cls"), ("top_k", "loss_topk")):
+            assert one.means[name + tail].item() == pytest.approx(expected[key], rel=1e-5), (step, name)
+        one.loss.backward()
+    assert step == 2
+    for name, parameter in module.network.named_parameters():
+        torch.testing.assert_close(parameter.grad, golden[f"grad.{name}"], rtol=1e-5, atol=2e-6, msg=name)
+
+
+def test_passes_equal_a_sequential_cached_draft_chain(target):
+    """Pass s of root r is step s of a chain that decoding would draft from r: 1e-5 in fp32, packed and padded."""
+    module = hass(target, passes=3)
+    predicted = []
+    module.objective = lambda x, *rest, **kw: predicted.append(x.detach()) or types.SimpleNamespace(
+        loss=x.sum(), means={}
+    )
+    lengths = ((9, 7), (12,))
+    batch = make_batch(lengths)
+    list(module.passes(View.of(batch, target, ("final",))))
+
+    drafter = module.drafter()
+    for b, row in enumerate(lengths):
+        slot = start = 0
+        for n in row:
+            ids = batch.tokens_BS[b : b + 1, start : start + n]
+            feature = target.features(ids, ("final",))["final"]
+            for root in range(n - 1):
+                slots = drafter.new_state(1, 32)
+                context = root + 1
+                positions = torch.arange(context)[None]
+                hidden = drafter.extend(slots, feature[:, :context], ids[:, 1 : context + 1], positions)[:, -1:]
+                for step in range(3):
+                    if root + step >= n - 1:
+                        break
+                    if step:
+                        token = ids[:, root + 1 + step : root + 2 + step]
+                        hidden = drafter.step(slots, hidden, token, torch.tensor([[root + step]]))
+                    ours = predicted[step][b, slot + root]
+                    torch.testing.assert_close(ours, hidden[0, 0], rtol=1e-5, atol=1e-5)
+            slot, start = slot + n - 1, start + n
+
+
+def test_one_pass_without_top_k_is_eagle_1(target):
+    batch = make_batch()
+    results = []
+    for make, settings in ((HassModule, {"passes": 1, "top_weight": 0.0}), (EagleModule, {})):
+        torch.manual_seed(0)
+        module = make(target, OptimConfig(lr=1e-3), noise="none", **settings)
+        (one,) = module.passes(View.of(batch, target, ("final",)))
+        one.loss.backward()
+        results.append((one.loss.detach(), [p.grad for p in module.network.parameters()]))
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("answer_from", "expected"), [(5, [5, 5, 5]), (1, [9, 8, 7])])
+def test_supervision_moves_with_the_predicted_row(target, answer_from, expected):
+    """A root before the answer counts at the step whose prediction lies in it.
+
+    Rows 4..8 of ten tokens are supervised when the answer starts at token 5, and all their roots t - s exist; with an
+    answer from token 1 rows 0 and 1 have no root at steps 1 and 2.
+    """
+    rows = make_batch(((10,),), answer_from=answer_from).rows
+    assert [rows.supervised_slots(step).numel() for step in range(3)] == expected
+
+
+def test_spliced_states_are_detached(target):
+    """The gradient of pass 1 does not run through pass 0's output, but reaches the keys of both."""
+    module = hass(target, passes=2)
+    view = View.of(make_batch(), target, ("final",))
+    passes = module.passes(view)
+    next(passes).loss.backward()
+    module.network.zero_grad()
+    second = next(passes)
+    second.loss.backward()  # pass 0's graph is gone: running through it would raise
+    assert all(p.grad is not None for p in module.network.parameters())
+
+
+def test_shipped_arithmetic_refuses_packed_rows(target):
+    passes = hass(target, alignment="shipped").passes(View.of(make_batch(), target, ("final",)))
+    with pytest.raises(ValueError, match="set data.packing=false"):
+        next(passes)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"passes": 0}, "takes 1 to 5"),
+        ({"passes": 6}, "takes 1 to 5"),
+        ({"pass_weights": [1.0]}, "one weight for each of 3 passes"),
+        ({"top_k": 0}, "top_k=0 must be at least 1"),
+        ({"alignment": "none"}, "alignment='none' is not one of masked, shipped"),
+    ],
+)
+def test_settings_that_make_no_sense(settings, message, target):
+    with pytest.raises(ValueError, match=message):
+        hass(target, **settings)
