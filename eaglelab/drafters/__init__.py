@@ -3,7 +3,8 @@
 from eaglelab.drafters.attention import RolloutContext, ShippedContext, joint_attention
 from eaglelab.drafters.config import DrafterConfig
 from eaglelab.drafters.feature import FeatureDrafter
-from eaglelab.drafters.network import DraftNetwork
+from eaglelab.drafters.fused import FusedDrafter
+from eaglelab.drafters.network import DraftNetwork, Head
 from eaglelab.drafters.runtime import DraftState, SlotDrafter
 
 __all__ = [
@@ -11,6 +12,8 @@ __all__ = [
     "DraftState",
     "DrafterConfig",
     "FeatureDrafter",
+    "FusedDrafter",
+    "Head",
     "RolloutContext",
     "ShippedContext",
     "SlotDrafter",

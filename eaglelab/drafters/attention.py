@@ -169,9 +169,7 @@ class _JointAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, own_k: Tensor, own_v: Tensor, bias: Tensor | None
-    ) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, own_k: Tensor, own_v: Tensor, bias: Tensor | None) -> Tensor:
         ctx.scale = q.shape[-1] ** -0.5
         native, native_lse = _flash(q, k, v, 0.0, bias is None, attn_mask=bias, scale=ctx.scale)
         own_score = torch.einsum("bhrd,bhrsd->bhrs", q, own_k).to(native_lse.dtype) * ctx.scale

@@ -25,6 +25,7 @@ class DrafterConfig:
         max_position_embeddings: the last legal position + 1.
         fc_bias: bias of the fusion projection (published EAGLE-1: yes; some servers ignore it: say no).
         num_taps: target streams per row, concatenated (EAGLE-1 and HASS read 1, EAGLE-3 reads 3).
+        draft_vocab_size: tokens that the drafter's own head can propose; None: no own head, or all of them.
     """
 
     hidden_size: int
@@ -38,6 +39,7 @@ class DrafterConfig:
     max_position_embeddings: int
     fc_bias: bool = True
     num_taps: int = 1
+    draft_vocab_size: int | None = None
 
     def __post_init__(self) -> None:
         heads, groups = self.num_attention_heads, self.num_key_value_heads
@@ -91,7 +93,7 @@ class DrafterConfig:
     def to_llama(self) -> LlamaConfig:
         """The same layer as a transformers config (rotary tables, checkpoint files)."""
         values = self.to_dict()
-        for own in ("fc_bias", "num_taps"):
+        for own in ("fc_bias", "num_taps", "draft_vocab_size"):
             values.pop(own)
         return LlamaConfig(num_hidden_layers=1, **values)
 

@@ -45,9 +45,7 @@ class FeatureDrafter(DraftNetwork):
         """One tap: the state is the feature itself."""
         return taps_BNd
 
-    def forward(
-        self, state_BNd: Tensor, embedding_BNd: Tensor, position_BN: Tensor, attend: Attend
-    ) -> Tensor:
+    def forward(self, state_BNd: Tensor, embedding_BNd: Tensor, position_BN: Tensor, attend: Attend) -> Tensor:
         """The predicted ``f_{t+1}`` of every row; arguments as in :class:`DraftNetwork`."""
         x_BNd = self.fc(torch.cat((embedding_BNd, state_BNd), dim=-1))
         return self.layers[0](x_BNd, *self.rotary(position_BN), attend)

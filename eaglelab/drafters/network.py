@@ -6,12 +6,16 @@ Letters: B sequences, N rows, F width of the concatenated taps, d hidden width.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from eaglelab.drafters.config import DrafterConfig
 from eaglelab.drafters.layers import Attend
+
+Head = Callable[[Tensor], Tensor]
+"""The target's frozen head, [..., d] -> [..., V]."""
 
 
 class DraftNetwork(nn.Module, ABC):
@@ -45,6 +49,14 @@ class DraftNetwork(nn.Module, ABC):
     @abstractmethod
     def keys(self, state_BNd: Tensor, embedding_BNd: Tensor, position_BN: Tensor) -> tuple[Tensor, Tensor]:
         """Only the keys and values [B, G, N, D] that :meth:`forward` would hand to ``attend``."""
+
+    def logits(self, state: Tensor, target_head: Head) -> Tensor:
+        """Predicted states [..., d] -> logits over the draft vocabulary; here the target's own head and vocabulary."""
+        return target_head(state)
+
+    def to_target_ids(self, draft_ids: Tensor) -> Tensor:
+        """Draft-vocabulary ids -> target ids; the same here."""
+        return draft_ids
 
     if TYPE_CHECKING:
 

@@ -51,9 +51,7 @@ class DraftState:
         starts = [length + self.provisional for length in self.lengths]
         end = max(starts) + N
         if end > self.capacity:
-            raise ValueError(
-                f"draft slots: {end} rows needed, capacity is {self.capacity}; ask for more in new_state"
-            )
+            raise ValueError(f"draft slots: {end} rows needed, capacity is {self.capacity}; ask for more in new_state")
         if len(set(starts)) == 1:
             self.keys_BGCD[:, :, starts[0] : end] = k_BGND
             self.values_BGCD[:, :, starts[0] : end] = v_BGND
@@ -123,9 +121,7 @@ class SlotDrafter:
             slot_K = torch.arange(K, device=q.device)
             last_BN = torch.tensor(state.lengths, device=q.device)[:, None] + torch.arange(N, device=q.device)
             visible_BNK = slot_K <= last_BN[..., None]
-            return F.scaled_dot_product_attention(
-                q, keys, values, attn_mask=visible_BNK[:, None], enable_gqa=True
-            )
+            return F.scaled_dot_product_attention(q, keys, values, attn_mask=visible_BNK[:, None], enable_gqa=True)
 
         fused_BNd = self.network.fuse(features_BNF)
         hidden_BNd = self._forward(fused_BNd, tokens_BN, position_BN, attend)
@@ -176,11 +172,11 @@ class SlotDrafter:
     @torch.no_grad()
     def log_probs(self, hidden: Tensor) -> Tensor:
         """[..., d] -> fp32 log-softmax over the draft vocabulary, at T = 1 whatever the sampling temperature."""
-        return self.target.lm_head(hidden).float().log_softmax(-1)
+        return self.network.logits(hidden, self.target.lm_head).float().log_softmax(-1)
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
-        """Draft-vocabulary ids -> target ids. The same ids here: the head is the target's."""
-        return draft_ids
+        """Draft-vocabulary ids -> target ids."""
+        return self.network.to_target_ids(draft_ids)
 
     def _forward(self, state_BNd: Tensor, tokens_BN: Tensor, position_BN: Tensor, attend: Attend) -> Tensor:
         return self.network(state_BNd, self.target.embed(tokens_BN), position_BN, attend)

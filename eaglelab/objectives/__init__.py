@@ -2,7 +2,17 @@
 
 from eaglelab.objectives.chunked import chunked_sum
 from eaglelab.objectives.distillation import Distillation, distill
+from eaglelab.objectives.draft_vocabulary import DraftDistillation, distill_to_draft_vocabulary
 from eaglelab.objectives.noise import NoiseLaw, feature_noise
 from eaglelab.objectives.regression import smooth_l1
 
-__all__ = ["Distillation", "NoiseLaw", "chunked_sum", "distill", "feature_noise", "smooth_l1"]
+__all__ = [
+    "Distillation",
+    "DraftDistillation",
+    "NoiseLaw",
+    "chunked_sum",
+    "distill",
+    "distill_to_draft_vocabulary",
+    "feature_noise",
+    "smooth_l1",
+]

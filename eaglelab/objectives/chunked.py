@@ -18,7 +18,9 @@ ChunkLoss = Callable[[Tensor, slice], Tensor]
 """(states of a chunk [m, d], which rows they are) -> that chunk's loss, summed over its rows, fp32."""
 
 
-def chunked_sum(loss_of: ChunkLoss, state_Md: Tensor, parameters: Iterable[Tensor] = (), *, chunk: int = 1024) -> Tensor:
+def chunked_sum(
+    loss_of: ChunkLoss, state_Md: Tensor, parameters: Iterable[Tensor] = (), *, chunk: int = 1024
+) -> Tensor:
     """Sum of ``loss_of`` over all chunks, differentiable in ``state_Md`` and ``parameters``.
 
     Args:

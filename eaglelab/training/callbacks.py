@@ -66,9 +66,7 @@ class StepProgressBar(ProgressBar):
         if self._bar is not None:
             self._bar.close()
 
-    def on_exception(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self.on_train_end(trainer, pl_module)
 
 

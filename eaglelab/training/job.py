@@ -47,9 +47,9 @@ def train(config: DictConfig, run_dir: str | Path) -> TrainingResult:
     torch.use_deterministic_algorithms(config.deterministic, warn_only=True)
 
     target = FrozenTarget.load(**config.target)
-    module = build_module(config, target)
     data = build_data(config, target)
     data.setup()
+    module = build_module(config, target, data)
 
     callbacks = [instantiate(one) for one in (config.callbacks or {}).values()]
     trainer: L.Trainer = instantiate(
@@ -71,11 +71,13 @@ def train(config: DictConfig, run_dir: str | Path) -> TrainingResult:
     return TrainingResult(folder, figures, interrupted)
 
 
-def build_module(config: DictConfig, target: FrozenTarget) -> DraftingModule:
+def build_module(config: DictConfig, target: FrozenTarget, data: ConversationDataModule) -> DraftingModule:
     """The variant's LightningModule, freshly initialised from ``seed``."""
     optim = OptimConfig(**_plain(config.optim))
     variant = instantiate(config.variant, _partial_=True, _convert_="all")
-    return variant(target=target, optim=optim, seed=config.seed)
+    return variant(
+        target=target, optim=optim, seed=config.seed, answer_counts=lambda: data.answer_counts(target.vocab_size)
+    )
 
 
 def build_data(config: DictConfig, target: FrozenTarget) -> ConversationDataModule:
@@ -122,6 +124,7 @@ def _figures(
         "device": str(trainer.strategy.root_device),
         "processes": trainer.world_size,
         "drafter_parameters": sum(p.numel() for p in module.network.parameters()),
+        **module.report,
         "data": data.report.to_dict(),
         "final": {name: value for name, value in logged.items() if not name.endswith("_step")},
     }

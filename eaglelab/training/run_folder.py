@@ -91,9 +91,7 @@ class RunFolder:
         os.replace(aside, path)
         return path
 
-    def load_target(
-        self, *, source: str | None = None, dtype: str | None = None, device: str = "cpu"
-    ) -> FrozenTarget:
+    def load_target(self, *, source: str | None = None, dtype: str | None = None, device: str = "cpu") -> FrozenTarget:
         """The target that the drafter was trained for.
 
         Args:
@@ -145,6 +143,4 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         return torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(
-            f"{path} cannot be read as a checkpoint ({reason}); use another one of the run"
-        ) from error
+        raise ValueError(f"{path} cannot be read as a checkpoint ({reason}); use another one of the run") from error

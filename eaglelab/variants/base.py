@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import lightning as L
@@ -17,6 +17,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 
 from eaglelab.data.batch import Batch
+from eaglelab.data.draft_vocabulary import DraftVocabulary
 from eaglelab.data.rows import SuperviseRule
 from eaglelab.drafters import DrafterConfig, DraftNetwork, SlotDrafter
 from eaglelab.target import FeatureManifest, FrozenTarget, Tap
@@ -53,6 +54,8 @@ class DraftingModule(L.LightningModule, ABC):
         drafter: overrides of :class:`DrafterConfig`.
         chain_depth: depth of the simulated chain in validation.
         seed: of the noise; the draw depends on seed, micro-batch and process alone.
+        answer_counts: how often each target id occurs in the answers of the training split, [V]; asked for only by
+            variants with a reduced draft vocabulary.
         switches: the variant's contract switches, recorded in the manifest.
     """
 
@@ -68,6 +71,7 @@ class DraftingModule(L.LightningModule, ABC):
         drafter: dict[str, Any] | None = None,
         chain_depth: int = 5,
         seed: int = 0,
+        answer_counts: Callable[[], Tensor] | None = None,
         switches: dict[str, Any],
     ) -> None:
         super().__init__()
@@ -75,10 +79,11 @@ class DraftingModule(L.LightningModule, ABC):
         self.__dict__["target"] = target  # kept out of the module tree, see above
         self.optim = optim
         self.seed = seed
+        self.answer_counts = answer_counts
+        self.draft_vocabulary: DraftVocabulary | None = None
+        self.report: dict[str, Any] = {}
         self.switches = {"supervise": supervise, **switches}
-        self.drafter_config = DrafterConfig.from_target(
-            target.text_config, num_taps=len(self.taps), **(drafter or {})
-        )
+        self.drafter_config = DrafterConfig.from_target(target.text_config, num_taps=len(self.taps), **(drafter or {}))
         self.network: DraftNetwork = self.build_network(self.drafter_config)
         self.chain = ChainSimulation(chain_depth)
         self.micro_step = 0

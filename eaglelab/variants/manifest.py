@@ -29,7 +29,7 @@ def build_manifest(module: DraftingModule) -> FeatureManifest:
         embedding=f"target.embed:{weights[:16]}",
         dtype_policy={"drafter": "float32", "softmax": "float32", "loss": "float32"},
         drafter=module.drafter_config.to_dict(),
-        draft_vocabulary=None,
+        draft_vocabulary=module.draft_vocabulary.digest if module.draft_vocabulary else None,
         variant=module.variant,
         switches=module.switches,
         software=software_versions(),

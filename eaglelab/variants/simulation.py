@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from eaglelab.drafters import DraftNetwork, RolloutContext
-from eaglelab.objectives import distill
+from eaglelab.drafters import DraftNetwork, Head, RolloutContext
 from eaglelab.variants.view import View
 
 
@@ -59,7 +58,7 @@ class ChainSimulation(Metric):
             state_BRd = network(state_BRd, view.embedding(step), view.position(step), attend)
             predicted_Md = state_BRd.flatten(0, 1)[root_M]
             teacher_Md = view.teacher(step).flatten(0, 1)[root_M]
-            hits_M = distill(predicted_Md, teacher_Md, view.target.lm_head).hits_M
+            hits_M = agreement(network, predicted_Md, teacher_Md, view.target.lm_head)
             alive_M &= hits_M
             self.prefix_hits[step] += alive_M.sum()
             self.step_hits[step] += hits_M.sum()
@@ -79,3 +78,14 @@ class ChainSimulation(Metric):
         for name, sums in series.items():
             result |= {f"{name}@{k + 1}": value for k, value in enumerate(sums / roots)}
         return {name: value.float() for name, value in result.items()}
+
+
+def agreement(
+    network: DraftNetwork, predicted_Md: Tensor, teacher_Md: Tensor, target_head: Head, chunk: int = 1024
+) -> Tensor:
+    """bool [M]: the drafter's most probable token, as a target id, is the target's own."""
+    pieces = []
+    for predicted_md, teacher_md in zip(predicted_Md.split(chunk), teacher_Md.split(chunk), strict=True):
+        drafted_m = network.to_target_ids(network.logits(predicted_md, target_head).argmax(-1))
+        pieces.append(drafted_m == target_head(teacher_md).argmax(-1))
+    return torch.cat(pieces)

@@ -54,9 +54,7 @@ def loader(batches: list[Batch]) -> DataLoader:
 
 def eagle(target, *, steps=10, **settings) -> EagleModule:
     torch.manual_seed(settings.get("seed", 0))
-    optim = OptimConfig(
-        **{"lr": 5e-3, "schedule": "constant", "total_steps": steps} | settings.pop("optim", {})
-    )
+    optim = OptimConfig(**{"lr": 5e-3, "schedule": "constant", "total_steps": steps} | settings.pop("optim", {}))
     return EagleModule(target, optim, **settings)
 
 

@@ -73,9 +73,7 @@ def test_loss_is_the_two_published_terms(target):
                 mask = torch.full((n - 1, n - 1), -torch.inf).triu(1)
 
                 def attend(q, k, v, mask=mask):
-                    return torch.nn.functional.scaled_dot_product_attention(
-                        q, k, v, attn_mask=mask, enable_gqa=True
-                    )
+                    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
 
                 out = reference(feature[:, :-1], target.embed(ids[:, 1:]), torch.arange(n - 1)[None], attend)
                 for t in range(2, n - 1):  # x_{t+1} in the answer, which starts at token 3

@@ -49,8 +49,8 @@ def test_passes_equal_a_sequential_cached_draft_chain(target):
     """Pass s of root r is step s of a chain that decoding would draft from r: 1e-5 in fp32, packed and padded."""
     module = hass(target, passes=3)
     predicted = []
-    module.objective = lambda x, *rest, **kw: predicted.append(x.detach()) or types.SimpleNamespace(
-        loss=x.sum(), means={}
+    module.objective = lambda x, *rest, **kw: (
+        predicted.append(x.detach()) or types.SimpleNamespace(loss=x.sum(), means={})
     )
     lengths = ((9, 7), (12,))
     batch = make_batch(lengths)

@@ -15,6 +15,12 @@ class Scripted(nn.Module):
         super().__init__()
         self.view, self.wrong, self.step = view, wrong, 0
 
+    def logits(self, state, target_head):
+        return target_head(state)
+
+    def to_target_ids(self, ids):
+        return ids
+
     def fuse(self, taps):
         self.step = 0
         return taps

@@ -1,0 +1,66 @@
+"""Batch: packed token rows and their compiled training plan.
+
+Letters: B sequences (packed rows), S tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eaglelab.data.rows import Rows
+
+
+@dataclasses.dataclass
+class Batch:
+    """What a training step receives. Built on CPU by :func:`eaglelab.data.packing.collate`.
+
+    Attributes:
+        tokens_BS: int64 token ids; 0 on padding.
+        valid_BS: bool, True where a token exists.
+        segment_BS: int64, 0, 1, 2.. for the conversations packed in a sequence, -1 on padding.
+        position_BS: int64, restarts at 0 in every segment; 0 on padding.
+        answer_BS: bool, the token is part of an assistant answer (its end-of-turn token included).
+        rows: the training plan compiled from the four masks above.
+    """
+
+    tokens_BS: Tensor
+    valid_BS: Tensor
+    segment_BS: Tensor
+    position_BS: Tensor
+    answer_BS: Tensor
+    rows: Rows
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences in the batch."""
+        return self.tokens_BS.shape[0]
+
+    @property
+    def supervised(self) -> int:
+        """Rows that enter the loss."""
+        return self.rows.num_supervised
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
+        """A copy on ``device``. Lightning calls this one."""
+        moved = {
+            field.name: getattr(self, field.name).to(device, non_blocking=non_blocking)
+            for field in dataclasses.fields(self)
+        }
+        return Batch(**moved)
+
+    def pin_memory(self) -> Batch:
+        """A copy in page-locked memory. Called by torch's ``DataLoader(pin_memory=True)``."""
+        return dataclasses.replace(self, **_pinned(self), rows=_pin_rows(self.rows))
+
+
+def _pin_rows(rows: Rows) -> Rows:
+    return dataclasses.replace(rows, **_pinned(rows))
+
+
+def _pinned(record: Batch | Rows) -> dict[str, Any]:
+    values = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
+    return {name: value.pin_memory() for name, value in values.items() if isinstance(value, Tensor)}
