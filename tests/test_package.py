@@ -39,7 +39,8 @@ def test_the_installed_wheel_trains_from_an_empty_folder(wheel, tmp_path):
     work = tmp_path / "work"
     work.mkdir()
     job = ["train", "debug=fast", "hydra.run.dir=run"]
-    code = f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r}); from eaglelab.cli.main import main; main({job!r})"
+    site = str(tmp_path / "site")
+    code = f"import sys; sys.path.insert(0, {site!r}); from eaglelab.cli.main import main; main({job!r})"
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=work, capture_output=True, text=True, env=environment

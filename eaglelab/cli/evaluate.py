@@ -16,8 +16,8 @@ register_resolvers()
 
 @hydra.main(version_base="1.3", config_path=config_dir(), config_name="evaluate")
 @friendly
-def main(config: DictConfig) -> float:
-    """Evaluate a run's drafter; prints the table, writes ``metrics.json``, returns tau."""
+def main(config: DictConfig) -> float | None:
+    """Evaluate a run's drafter; prints the table, writes ``metrics.json``, returns tau (None without a round)."""
     from eaglelab.decoding import make_tree
     from eaglelab.evaluation import Settings, evaluate, load_prompts, table
     from eaglelab.training import RunFolder
@@ -40,13 +40,11 @@ def main(config: DictConfig) -> float:
     figures["settings"] |= {"data": str(config.data.path), "checkpoint": config.checkpoint}
     name = f"evaluations/{config.tree.name}-{time.strftime('%Y-%m-%d_%H-%M-%S')}.json"
     folder.update_metrics(figures, name)
-    written = folder.update_metrics(
-        {k: v for k, v in figures.items() if k != "per_prompt"} | {"per_prompt_file": name}
-    )
+    written = folder.update_metrics({k: v for k, v in figures.items() if k != "per_prompt"} | {"per_prompt_file": name})
     print(f"\n{table(figures, title=f'{folder.path}, tree={config.tree.name}')}\n\nwritten: {written}")
     if result.partial:
         raise SystemExit(130)
-    return float(figures["tau"])
+    return figures["tau"]
 
 
 if __name__ == "__main__":

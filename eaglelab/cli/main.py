@@ -32,8 +32,10 @@ def main(argv: list[str] | None = None) -> None:
         )
         raise SystemExit(2)
     module = importlib.import_module(f"eaglelab.cli.{verb}")
-    # Hydra and distributed launchers start the job again from argv[0], so it must be a file that runs this verb
+    # Launchers of further processes start the job again from argv[0] (or, under python -m, from the module that was
+    # run), so argv[0] must be a file that runs this verb
     sys.argv = [str(module.__file__), *arguments[1:]]
+    sys.modules["__main__"].__spec__ = None
     module.main()
 
 

@@ -33,9 +33,7 @@ def main(config: DictConfig) -> float | None:
         raise SystemExit(130)
     tau = figures["final"].get("val/tau")
     tail = f", simulated tau {tau:.2f}" if tau is not None else ""
-    print(
-        f"\ntrained {figures['variant']}: {figures['optimizer_steps']} steps in {figures['seconds']:.0f} s{tail}"
-    )
+    print(f"\ntrained {figures['variant']}: {figures['optimizer_steps']} steps in {figures['seconds']:.0f} s{tail}")
     print(f"run folder: {folder}\nnext: eaglelab evaluate run={folder}")
     return tau
 

@@ -41,6 +41,12 @@ class FeatureDrafter(DraftNetwork):
         self.layers = nn.ModuleList([FeatureLayer(config)])
         self.rotary = Rotary(config)
 
+    @property
+    def _layer(self) -> FeatureLayer:
+        layer = self.layers[0]
+        assert isinstance(layer, FeatureLayer)
+        return layer
+
     def fuse(self, taps_BNd: Tensor) -> Tensor:
         """One tap: the state is the feature itself."""
         return taps_BNd
@@ -48,8 +54,8 @@ class FeatureDrafter(DraftNetwork):
     def forward(self, state_BNd: Tensor, embedding_BNd: Tensor, position_BN: Tensor, attend: Attend) -> Tensor:
         """The predicted ``f_{t+1}`` of every row; arguments as in :class:`DraftNetwork`."""
         x_BNd = self.fc(torch.cat((embedding_BNd, state_BNd), dim=-1))
-        return self.layers[0](x_BNd, *self.rotary(position_BN), attend)
+        return self._layer(x_BNd, *self.rotary(position_BN), attend)
 
     def keys(self, state_BNd: Tensor, embedding_BNd: Tensor, position_BN: Tensor) -> tuple[Tensor, Tensor]:
         x_BNd = self.fc(torch.cat((embedding_BNd, state_BNd), dim=-1))
-        return self.layers[0].self_attn.keys(x_BNd, *self.rotary(position_BN))
+        return self._layer.self_attn.keys(x_BNd, *self.rotary(position_BN))

@@ -48,7 +48,8 @@ class StepProgressBar(ProgressBar):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int
     ) -> None:
-        assert self._bar is not None
+        if self._bar is None or self._bar.disable:
+            return
         self._tokens += batch.tokens_BS.numel() * trainer.world_size
         self._bar.update(trainer.global_step - self._bar.n)
         now = time.perf_counter()

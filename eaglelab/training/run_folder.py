@@ -44,7 +44,7 @@ class RunFolder:
         if not folder.manifest_path.is_file():
             what = "has no manifest.json" if folder.path.is_dir() else "does not exist"
             raise ValueError(
-                f"run={path} {what}; give the folder that `python train.py` printed, with manifest.json and checkpoints/"
+                f"run={path} {what}; give the folder that `python train.py` printed, with its manifest.json"
             )
         return folder
 

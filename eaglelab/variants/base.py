@@ -9,11 +9,13 @@ import dataclasses
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import lightning as L
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 
 from eaglelab.data.batch import Batch
@@ -45,7 +47,7 @@ class DraftingModule(L.LightningModule, ABC):
     an optimizer. Passes are back-propagated one after the other (manual optimisation), so that memory is that of
     one pass; a batch without supervised rows changes nothing, weight decay included.
 
-    Subclasses set ``variant`` and ``taps`` and write :meth:`build_network` and :meth:`passes`.
+    Subclasses set ``variant``, ``taps`` and ``num_passes`` and write :meth:`build_network` and :meth:`passes`.
 
     Args:
         target: the frozen target.
@@ -61,6 +63,7 @@ class DraftingModule(L.LightningModule, ABC):
 
     variant: ClassVar[str]
     taps: tuple[Tap, ...] = ("final",)
+    num_passes: int = 1
 
     def __init__(
         self,
@@ -126,12 +129,14 @@ class DraftingModule(L.LightningModule, ABC):
         view = View.of(batch, self.target, self.taps)
         target_seconds = time.perf_counter() - began
         means: dict[str, Tensor] = {"loss": torch.zeros((), device=self.device)}
-        for one in self.passes(view):
-            self.manual_backward(one.loss / self.optim.accumulate)
+        update = self.micro_step % self.optim.accumulate == 0
+        for number, one in enumerate(self.passes(view), start=1):
+            with nullcontext() if update and number == self.num_passes else self._unsynchronised():
+                self.manual_backward(one.loss / self.optim.accumulate)
             means["loss"] += one.loss.detach()
             means |= one.means
         self._log_training(means, rows, target_seconds)
-        if self.micro_step % self.optim.accumulate == 0:
+        if update:
             self._update()
 
     def _update(self) -> None:
@@ -145,6 +150,11 @@ class DraftingModule(L.LightningModule, ABC):
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
+
+    def _unsynchronised(self) -> AbstractContextManager[None]:
+        """Gradients stay on their process: they are exchanged once per step, by its last pass."""
+        strategy = self.trainer.strategy
+        return strategy.block_backward_sync() if isinstance(strategy, ParallelStrategy) else nullcontext()
 
     def row_count(self, rows: int | Tensor) -> float | Tensor:
         """What a sum over ``rows`` rows of this process is divided by: the mean of that number over all processes.

@@ -83,9 +83,10 @@ def test_wandb_offline(tmp_path):
     assert list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
 
 
-def test_two_processes_equal_one_with_the_doubled_batch(tmp_path):
+@pytest.mark.parametrize("variant", ["hass", "eagle3"])
+def test_two_processes_equal_one_with_the_doubled_batch(variant, tmp_path):
     """gloo; losses are normalised over the supervised rows of both processes, which differ."""
-    job = [*SMALL, "trainer.max_steps=3", "variant.noise=none", "optim.warmup_steps=0", "logger=none"]
+    job = [*SMALL, f"variant={variant}", "trainer.max_steps=3", "optim.warmup_steps=0", "logger=none"]
     run("train", *job, "trainer=ddp", "trainer.accelerator=cpu", "hydra.run.dir=two", cwd=tmp_path)
     run("train", *job, "data.batch_size=4", "hydra.run.dir=one", cwd=tmp_path)
     for (name, one), two in zip(

@@ -39,9 +39,7 @@ def tiny_llama(vocab: int = 61, *, seed: int = 0, layers: int = 2, positions: in
 def hf_greedy(model, prompt: Sequence[int], max_new: int, eos: Sequence[int] = ()) -> list[int]:
     """The library's own greedy decoding."""
     ids = torch.tensor([list(prompt)])
-    config = GenerationConfig(
-        max_new_tokens=max_new, do_sample=False, eos_token_id=list(eos) or None, pad_token_id=0
-    )
+    config = GenerationConfig(max_new_tokens=max_new, do_sample=False, eos_token_id=list(eos) or None, pad_token_id=0)
     out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
     return out[0, len(prompt) :].tolist()
 

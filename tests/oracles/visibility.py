@@ -48,9 +48,7 @@ def dense_rollout_attention(rows, q, k, v):
     for b in range(B):
         graph = nodes(rows, b, steps)
         sees = torch.tensor([[query.sees(key) for key in graph] for query in graph])
-        Q, K, V = (
-            x[:, b].transpose(0, 1).reshape(x.shape[2], (steps + 1) * R, D) for x in (q, k, v)
-        )
+        Q, K, V = (x[:, b].transpose(0, 1).reshape(x.shape[2], (steps + 1) * R, D) for x in (q, k, v))
         K, V = (x.repeat_interleave(spread, 0) for x in (K, V))
         score = (Q @ K.mT) / D**0.5
         weight = score.masked_fill(~sees, -torch.inf).softmax(-1)

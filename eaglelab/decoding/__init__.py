@@ -1,0 +1,22 @@
+"""Speculative decoding: tree policies, verification, commit, the engine."""
+
+from eaglelab.decoding.engine import Engine
+from eaglelab.decoding.policies import Chain, StaticTree, make_tree
+from eaglelab.decoding.protocol import Drafter, DraftSeed, TreePolicy
+from eaglelab.decoding.records import GenerationResult, RoundRecord
+from eaglelab.decoding.tree import FlatTree, Topology, Tree
+
+__all__ = [
+    "Chain",
+    "DraftSeed",
+    "Drafter",
+    "Engine",
+    "FlatTree",
+    "GenerationResult",
+    "RoundRecord",
+    "StaticTree",
+    "Topology",
+    "Tree",
+    "TreePolicy",
+    "make_tree",
+]

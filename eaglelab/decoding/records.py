@@ -1,0 +1,109 @@
+"""What a round and a generation report. Times are in seconds."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+
+class Stopwatch:
+    """Marks along a round. On CUDA the marks are events, read only when asked for: no sync."""
+
+    __slots__ = ("_cuda", "_marks")
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._marks: list[float | torch.cuda.Event] = []
+        self.mark()
+
+    def mark(self) -> None:
+        if self._cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append(event)
+        else:
+            self._marks.append(time.perf_counter())
+
+    def between(self, first: int, last: int) -> float:
+        """Seconds from mark `first` to mark `last`; waits for the device if it is not there yet."""
+        start, end = self._marks[first], self._marks[last]
+        if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
+            end.synchronize()
+            return start.elapsed_time(end) / 1000
+        assert isinstance(start, float) and isinstance(end, float)
+        return end - start
+
+
+@dataclass(frozen=True)
+class RoundRecord:
+    """One round of one sequence.
+
+    drafted: nodes of the draft tree; 0 in a plain round.
+    verified: rows of the target forward, the root included.
+    accepted: draft tokens that were accepted *and published*. A round that ends the generation in
+        the middle of its accepted path (end token, length limit) counts what was published.
+    reached: level of the deepest accepted node, published or not.
+    published: tokens added to the output: `accepted + 1`, or `accepted` when the last published
+        token was itself a draft token.
+    stop_reason: why the generation ended here, or None.
+    """
+
+    drafted: int
+    verified: int
+    accepted: int
+    reached: int
+    published: int
+    stop_reason: str | None
+    watch: Stopwatch = field(repr=False, compare=False)
+
+    @property
+    def draft_s(self) -> float:
+        """Feeding the drafter the last accepted rows, and drafting the tree."""
+        return self.watch.between(0, 1)
+
+    @property
+    def verify_s(self) -> float:
+        """Flattening, the target's forward, acceptance, and the wait for its result."""
+        return self.watch.between(1, 2)
+
+    @property
+    def commit_s(self) -> float:
+        return self.watch.between(2, 3)
+
+    def to_dict(self) -> dict[str, int | float | str | None]:
+        return {
+            "drafted": self.drafted,
+            "verified": self.verified,
+            "accepted": self.accepted,
+            "reached": self.reached,
+            "published": self.published,
+            "stop_reason": self.stop_reason,
+            "draft_s": self.draft_s,
+            "verify_s": self.verify_s,
+            "commit_s": self.commit_s,
+        }
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """One finished generation.
+
+    tokens: the new tokens, the end token included when there is one. The first comes from the
+        prefill, the others from rounds.
+    stop_reason: "eos", "length" (max_new_tokens) or "context" (no position or slot left).
+    prefill_s: the prompt's target forward, and its drafter forward when a drafter is used.
+    decode_s: all rounds.
+    """
+
+    tokens: list[int]
+    prompt_length: int
+    rounds: list[RoundRecord]
+    stop_reason: str
+    prefill_s: float
+    decode_s: float
+
+    @property
+    def accepted(self) -> list[int]:
+        return [record.accepted for record in self.rounds]

@@ -1,0 +1,92 @@
+"""What one verification publishes and discards: all of it, or nothing.
+
+Letters: B batch, R flat rows, A committed rows, F tapped feature width.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+import torch
+from torch import Tensor
+
+from eaglelab.decoding.protocol import Drafter
+from eaglelab.decoding.state import DecodeState, DraftRows, Publication, stack_features
+from eaglelab.decoding.verify import Decision, HostDecision
+
+if TYPE_CHECKING:
+    from eaglelab.target.frozen import RowsOutput
+
+
+class Transaction:
+    """One round over a `DecodeState`.
+
+    Used as a context manager around the round. Target rows and draft rows written inside are
+    provisional; `commit` publishes the accepted ones and everything else is dropped on leaving,
+    after an exception too. Source: contracts, section 6; article, 0x05D.
+    """
+
+    def __init__(self, state: DecodeState, drafter: Drafter | None) -> None:
+        self.state = state
+        self.drafter = drafter
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.state.cache.discard()
+        if self.drafter is not None and self.state.draft is not None:
+            self.drafter.discard(self.state.draft)
+
+    def commit(self, decision: Decision, host: HostDecision, verified: RowsOutput) -> list[Publication]:
+        """Publish tokens, target K/V and target features by the decision's flat rows.
+
+        The last published token of each sequence becomes its frontier. Whatever can fail is done
+        before the committed state is touched; the K/V commit moves its lengths last.
+        """
+        state = self.state
+        assert state.pending is None or state.draft is None, "draft rows would be skipped"
+        publications = [
+            request.admit(candidates) for request, candidates in zip(state.requests, host.published, strict=True)
+        ]
+        counts = [len(publication.tokens) for publication in publications]
+        A = max(counts)
+        rows_BA = decision.rows_BL[:, :A]
+        tokens_BA = decision.published_BL[:, :A]
+        pending = None
+        if state.draft is not None and self.drafter is not None:
+            features_BRF = stack_features(verified.features, self.drafter.taps)
+            pending = DraftRows(
+                _gather_rows(features_BRF, rows_BA),
+                tokens_BA,
+                state.length_B1 + torch.arange(A, device=rows_BA.device),
+                counts,
+            )
+        frontier_B1, length_B1 = _advance(state.length_B1, tokens_BA, counts)
+
+        rows = [line[:kept] for line, kept in zip(host.rows, counts, strict=True)]
+        state.cache.commit(rows, counts)
+        state.pending, state.frontier_B1, state.length_B1 = pending, frontier_B1, length_B1
+        for request, publication in zip(state.requests, publications, strict=True):
+            request.tokens.extend(publication.tokens)
+            request.stop_reason = publication.stop_reason
+        return publications
+
+
+def _gather_rows(values_BRF: Tensor, rows_BA: Tensor) -> Tensor:
+    return values_BRF.gather(1, rows_BA[..., None].expand(-1, -1, values_BRF.shape[-1]))
+
+
+def _advance(length_B1: Tensor, tokens_BA: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
+    """The last of each sequence's `counts[b]` tokens, and the new lengths."""
+    A = tokens_BA.shape[1]
+    if all(count == A for count in counts):
+        return tokens_BA[:, -1:], length_B1 + A
+    counts_B1 = torch.tensor(counts).to(length_B1.device, non_blocking=True)[:, None]
+    return tokens_BA.gather(1, counts_B1 - 1), length_B1 + counts_B1
