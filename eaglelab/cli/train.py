@@ -22,7 +22,7 @@ def main(config: DictConfig) -> float | None:
     from eaglelab.training import train  # heavy imports after Hydra has answered --help and typos
 
     quiet_libraries()
-    result = train(config, HydraConfig.get().runtime.output_dir)
+    result = train(config, config.run_dir)
     folder, figures = result.folder.path, result.figures
     if result.interrupted:
         print(

@@ -11,10 +11,13 @@ Definitions (contracts, section 7):
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import quantiles
 from typing import Any
+
+import numpy as np
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,7 @@ class TurnRecord:
 def summarize(turns: Sequence[TurnRecord]) -> dict[str, Any]:
     """The totals that `metrics.json` opens with. Values that no round defines are None.
 
+    tau_interval: 95 % bootstrap interval over prompts.
     accepted_by_depth: element k - 1 is the share of rounds in which at least k draft tokens were
         accepted, so that tau = 1 + sum(accepted_by_depth); `accepted_by_depth_rounds` counts them.
     tokens_per_round: tokens published by rounds / rounds. Below tau by the rounds that ended on a
@@ -79,6 +83,7 @@ def summarize(turns: Sequence[TurnRecord]) -> dict[str, Any]:
     rate, baseline_rate = _rate(speculative), _rate(baseline)
     summary = {
         "tau": 1 + sum(accepted) / rounds if rounds else None,
+        "tau_interval": tau_interval(turns),
         "tokens_per_s": rate,
         "baseline_tokens_per_s": baseline_rate,
         "speedup": _ratio(rate, baseline_rate),
@@ -104,6 +109,25 @@ def summarize(turns: Sequence[TurnRecord]) -> dict[str, Any]:
     if checked:
         summary["identical_to_generate"] = _count(checked)
     return summary
+
+
+def tau_interval(turns: Sequence[TurnRecord], *, level: float = 0.95, resamples: int = 10_000) -> list[float] | None:
+    """Percentile bootstrap of tau over prompts: [low, high].
+
+    Prompts are the unit, not rounds, because the rounds of one answer are alike; tau of a resample pools its rounds.
+    None without rounds. The resampling is seeded, so equal records give equal intervals.
+    """
+    sums: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    for turn in turns:
+        sums[turn.id][0] += sum(turn.accepted)
+        sums[turn.id][1] += len(turn.accepted)
+    accepted, rounds = np.array(list(sums.values()), dtype=np.int64).reshape(-1, 2).T
+    if rounds.sum() == 0:
+        return None
+    drawn = np.random.default_rng(0).integers(len(rounds), size=(resamples, len(rounds)))
+    pooled = 1 + accepted[drawn].sum(1) / np.maximum(rounds[drawn].sum(1), 1)
+    tail = (1 - level) / 2
+    return [float(x) for x in np.quantile(pooled, [tail, 1 - tail])]
 
 
 def _rate(timings: Sequence[Timing]) -> float | None:

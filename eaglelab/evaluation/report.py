@@ -39,8 +39,10 @@ def _summary(metrics: dict[str, Any]) -> list[tuple[str, str, str]]:
         if spread
         else ""
     )
+    ends = metrics.get("tau_interval")
+    interval = f"; 95 % interval {ends[0]:.2f} to {ends[1]:.2f}" if ends else ""
     rows = [
-        ("tau", _number(metrics["tau"]), f"accepted draft tokens + 1, {metrics['rounds']} rounds"),
+        ("tau", _number(metrics["tau"]), f"accepted draft tokens + 1, {metrics['rounds']} rounds{interval}"),
         ("speed-up", _number(metrics["speedup"], "x"), quartiles),
         ("tokens/s", _number(metrics["tokens_per_s"], digits=1), "with drafter, prefill apart"),
         ("", _number(metrics["baseline_tokens_per_s"], digits=1), "same engine, no drafter"),

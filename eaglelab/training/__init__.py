@@ -1,6 +1,7 @@
 """Training runs: the job, its callbacks and the folder that it leaves."""
 
-from eaglelab.training.job import TrainingResult, train
+from eaglelab.training.job import TrainingResult
 from eaglelab.training.run_folder import RunFolder, read_checkpoint
+from eaglelab.training.stages import train
 
 __all__ = ["RunFolder", "TrainingResult", "read_checkpoint", "train"]

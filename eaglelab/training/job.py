@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,11 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from eaglelab.data import ConversationDataModule
-from eaglelab.target import FrozenTarget
+from eaglelab.target import FeatureManifest, FrozenTarget
 from eaglelab.training.callbacks import GracefulStop
 from eaglelab.training.run_folder import RunFolder, read_checkpoint
 from eaglelab.variants import DraftingModule, OptimConfig
+from eaglelab.variants.manifest import WEIGHT_FIELDS
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class TrainingResult:
     interrupted: bool
 
 
-def train(config: DictConfig, run_dir: str | Path) -> TrainingResult:
+def train_once(config: DictConfig, run_dir: str | Path) -> TrainingResult:
     """Train one variant as ``configs/train.yaml`` describes it.
 
     Writes manifest, checkpoints, logs and the ``training`` part of ``metrics.json``. With ``ckpt_path`` the run
@@ -51,6 +51,8 @@ def train(config: DictConfig, run_dir: str | Path) -> TrainingResult:
     data.setup()
     module = build_module(config, target, data)
 
+    started_from = load_initial_weights(module, config.init_from) if config.init_from and not ckpt_path else None
+
     callbacks = [instantiate(one) for one in (config.callbacks or {}).values()]
     trainer: L.Trainer = instantiate(
         config.trainer, callbacks=callbacks, logger=instantiate(config.logger) if config.logger else False
@@ -61,11 +63,11 @@ def train(config: DictConfig, run_dir: str | Path) -> TrainingResult:
         folder.path.mkdir(parents=True, exist_ok=True)
         module.manifest().save(folder.manifest_path)
 
-    began = time.perf_counter()
     trainer.fit(module, data, ckpt_path=ckpt_path, weights_only=True)
-    seconds = time.perf_counter() - began
     interrupted = any(isinstance(one, GracefulStop) and one.stopped for one in callbacks)
-    figures = _figures(trainer, module, data, seconds) | {"interrupted": interrupted}
+    figures = _figures(trainer, module, data) | {"interrupted": interrupted}
+    if started_from:
+        figures["init_from"] = started_from
     if trainer.is_global_zero:
         folder.update_metrics({"training": figures})
     return TrainingResult(folder, figures, interrupted)
@@ -85,6 +87,11 @@ def build_data(config: DictConfig, target: FrozenTarget) -> ConversationDataModu
     if target.tokenizer is None:
         raise ValueError(f"target {target.source} has no tokenizer; conversations cannot be tokenized")
     settings = _plain(config.data)
+    if settings["max_length"] > target.max_positions:
+        raise ValueError(
+            f"data.max_length={settings['max_length']} is beyond the {target.max_positions} positions of target "
+            f"{target.source}; lower data.max_length and data.row_length"
+        )
     return ConversationDataModule(
         target.tokenizer,
         settings.pop("path"),
@@ -93,6 +100,21 @@ def build_data(config: DictConfig, target: FrozenTarget) -> ConversationDataModu
         seed=config.seed,
         **settings,
     )
+
+
+def load_initial_weights(module: DraftingModule, source: str) -> str:
+    """Start from another run's weights (a run folder or a checkpoint file); optimizer and counters start anew.
+
+    Raises:
+        ValueError: nothing there.
+        ManifestMismatch: another target, taps, drafter shape or draft vocabulary.
+    """
+    path = RunFolder.existing(source).checkpoint("last") if Path(source).is_dir() else RunFolder("").checkpoint(source)
+    checkpoint = read_checkpoint(path)
+    saved = FeatureManifest.from_dict(checkpoint["manifest"], str(path))
+    saved.require_same(module.manifest(), WEIGHT_FIELDS, f"init_from={source} does not fit")
+    module.load_state_dict(checkpoint["state_dict"], strict=True)
+    return str(path)
 
 
 def _resume_from(config: DictConfig, folder: RunFolder) -> str | None:
@@ -110,9 +132,7 @@ def _resume_from(config: DictConfig, folder: RunFolder) -> str | None:
     return None
 
 
-def _figures(
-    trainer: L.Trainer, module: DraftingModule, data: ConversationDataModule, seconds: float
-) -> dict[str, Any]:
+def _figures(trainer: L.Trainer, module: DraftingModule, data: ConversationDataModule) -> dict[str, Any]:
     logged = {name: float(value) for name, value in trainer.logged_metrics.items()}
     return {
         "variant": module.variant,
@@ -120,7 +140,7 @@ def _figures(
         "micro_steps": module.micro_step,
         "skipped_batches": module.skipped_batches,
         "supervised_rows": module.supervised_rows,
-        "seconds": round(seconds, 2),
+        "seconds": round(module.seconds, 2),
         "device": str(trainer.strategy.root_device),
         "processes": trainer.world_size,
         "drafter_parameters": sum(p.numel() for p in module.network.parameters()),

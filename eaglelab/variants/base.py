@@ -92,6 +92,7 @@ class DraftingModule(L.LightningModule, ABC):
         self.micro_step = 0
         self.skipped_batches = 0
         self.supervised_rows = 0
+        self._seconds_before, self._began = 0.0, time.perf_counter()
 
     target: FrozenTarget
 
@@ -109,8 +110,17 @@ class DraftingModule(L.LightningModule, ABC):
     def setup(self, stage: str) -> None:
         self.target.to(self.device)
 
+    @property
+    def seconds(self) -> float:
+        """Wall time of training so far, earlier sessions of a resumed run included."""
+        return self._seconds_before + time.perf_counter() - self._began
+
+    def on_fit_start(self) -> None:
+        self._began = time.perf_counter()
+
     def configure_optimizers(self) -> Any:
-        optimizer, scheduler = self.optim.build(self.network.parameters())
+        whole = int(self.trainer.estimated_stepping_batches) // self.optim.accumulate
+        optimizer, scheduler = self.optim.build(self.network.parameters(), whole)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def generator(self) -> torch.Generator:
@@ -213,6 +223,7 @@ class DraftingModule(L.LightningModule, ABC):
             "micro_step": self.micro_step,
             "skipped_batches": self.skipped_batches,
             "supervised_rows": self.supervised_rows,
+            "seconds": self.seconds,
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -222,8 +233,11 @@ class DraftingModule(L.LightningModule, ABC):
             ManifestMismatch: the checkpoint belongs to another target, address, drafter or objective.
         """
         require_same_contract(FeatureManifest.from_dict(checkpoint["manifest"]), self.manifest())
-        for name, value in checkpoint["progress"].items():
-            setattr(self, name, value)
+        progress = checkpoint["progress"]
+        self.micro_step = progress["micro_step"]
+        self.skipped_batches = progress["skipped_batches"]
+        self.supervised_rows = progress["supervised_rows"]
+        self._seconds_before = progress["seconds"]
 
     # ---- decoding -------------------------------------------------------------------------------------------
 

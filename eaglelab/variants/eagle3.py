@@ -85,7 +85,8 @@ class Eagle3Module(DraftingModule):
             "feature_weight": feature_weight,
         }
         whole = draft_vocab_size is None or draft_vocab_size == target.vocab_size
-        shape = {"fc_bias": False} | (drafter or {}) | {"draft_vocab_size": None if whole else draft_vocab_size}
+        wanted = {name: value for name, value in (drafter or {}).items() if value is not None}
+        shape = {"fc_bias": False} | wanted | {"draft_vocab_size": None if whole else draft_vocab_size}
         super().__init__(target, optim, switches=switches, drafter=shape, **shared)
         self._give_vocabulary(None if whole else draft_vocab_size)
         self._give_head(head_init, train_head)

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 CONTRACT_FIELDS = ("target", "taps", "tap_norm", "drafter", "draft_vocabulary", "variant", "switches")
 """Fields that decide what the weights and the optimizer state mean. Software versions may differ."""
 
+WEIGHT_FIELDS = ("target", "taps", "tap_norm", "drafter", "draft_vocabulary")
+"""Fields that decide what the weights alone mean, whatever objective they were trained with."""
+
 
 def build_manifest(module: DraftingModule) -> FeatureManifest:
     """Freeze the addresses that ``module`` trains against."""

@@ -18,8 +18,8 @@ class OptimConfig:
     Attributes:
         lr: peak learning rate.
         betas, weight_decay: AdamW's.
-        warmup_steps: linear ramp from 0.
-        total_steps: where the decay ends; usually the trainer's ``max_steps``.
+        warmup_steps: linear ramp from 0; a number below 1 is a share of ``total_steps``.
+        total_steps: where the decay ends; None: at the end of training.
         schedule: after warm-up: ``linear`` or ``cosine`` down to ``final_lr_ratio * lr``, or ``constant``.
         clip_value: clip every gradient entry to [-c, c]; None: off.
         clip_norm: scale the whole gradient to norm <= c; None: off. The published recipes use one or the other.
@@ -29,8 +29,8 @@ class OptimConfig:
     lr: float
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
-    warmup_steps: int = 0
-    total_steps: int = 1
+    warmup_steps: float = 0
+    total_steps: int | None = None
     schedule: Literal["linear", "cosine", "constant"] = "linear"
     final_lr_ratio: float = 0.0
     clip_value: float | None = None
@@ -47,23 +47,30 @@ class OptimConfig:
         if self.accumulate < 1 or self.lr <= 0:
             raise ValueError(f"optim: lr={self.lr} and accumulate={self.accumulate} must be positive")
 
-    def lr_scale(self, step: int) -> float:
-        """Multiplier of ``lr`` for optimizer step ``step``, counted from 0."""
-        if step < self.warmup_steps:
-            return (step + 1) / (self.warmup_steps + 1)
+    def lr_scale(self, step: int, whole: int) -> float:
+        """Multiplier of ``lr`` for optimizer step ``step``, counted from 0, of a training of ``whole`` steps."""
+        total = self.total_steps or whole
+        warmup = int(self.warmup_steps * total) if self.warmup_steps < 1 else int(self.warmup_steps)
+        if step < warmup:
+            return (step + 1) / (warmup + 1)
         if self.schedule == "constant":
             return 1.0
-        progress = min(1.0, (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps))
+        progress = min(1.0, (step - warmup) / max(1, total - warmup))
         fall = 0.5 * (1 + math.cos(math.pi * progress)) if self.schedule == "cosine" else 1 - progress
         return self.final_lr_ratio + (1 - self.final_lr_ratio) * fall
 
     def build(
-        self, parameters: Iterable[nn.Parameter]
+        self, parameters: Iterable[nn.Parameter], whole: int
     ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-        """The optimizer over the trainable ``parameters`` and its scheduler, stepped once per optimizer step."""
+        """The optimizer over the trainable ``parameters`` and its scheduler, stepped once per optimizer step.
+
+        Args:
+            parameters: of the drafter.
+            whole: optimizer steps of the training.
+        """
         trainable = [p for p in parameters if p.requires_grad]
         beta1, beta2 = self.betas
         optimizer = torch.optim.AdamW(
             trainable, lr=self.lr, betas=(beta1, beta2), weight_decay=self.weight_decay, fused=True
         )
-        return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, self.lr_scale)
+        return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: self.lr_scale(step, whole))

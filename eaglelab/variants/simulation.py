@@ -31,6 +31,7 @@ class ChainSimulation(Metric):
     step_hits: Tensor
     feature_error: Tensor
     state_norm: Tensor
+    state_drift: Tensor
 
     def __init__(self, depth: int) -> None:
         super().__init__()
@@ -38,7 +39,7 @@ class ChainSimulation(Metric):
             raise ValueError(f"chain depth must be at least 1, got {depth}")
         self.depth = depth
         self.add_state("roots", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
-        for name in ("prefix_hits", "step_hits", "feature_error", "state_norm"):
+        for name in ("prefix_hits", "step_hits", "feature_error", "state_norm", "state_drift"):
             self.add_state(name, torch.zeros(depth, dtype=torch.float64), dist_reduce_fx="sum")
 
     @torch.no_grad()
@@ -55,6 +56,7 @@ class ChainSimulation(Metric):
         alive_M = torch.ones_like(root_M, dtype=torch.bool)
         for step in range(self.depth):
             attend = context.own if step else context.native
+            before_Md = state_BRd.flatten(0, 1)[root_M]
             state_BRd = network(state_BRd, view.embedding(step), view.position(step), attend)
             predicted_Md = state_BRd.flatten(0, 1)[root_M]
             teacher_Md = view.teacher(step).flatten(0, 1)[root_M]
@@ -64,9 +66,14 @@ class ChainSimulation(Metric):
             self.step_hits[step] += hits_M.sum()
             self.feature_error[step] += (predicted_Md - teacher_Md).float().abs().mean(-1).sum()
             self.state_norm[step] += predicted_Md.float().norm(dim=-1).sum()
+            moved_M = (predicted_Md - before_Md).float().norm(dim=-1)
+            self.state_drift[step] += (moved_M / before_Md.float().norm(dim=-1).clamp(min=1e-6)).sum()
 
     def compute(self) -> dict[str, Tensor]:
-        """``tau`` and, per depth k = 1..K: ``prefix@k`` (joint), ``hit@k``, ``feature_error@k``, ``norm@k``."""
+        """``tau`` and, per depth k = 1..K: ``prefix@k`` (joint), ``hit@k``, ``feature_error@k``
+        (mean absolute distance to the target's final feature), ``norm@k`` of the draft state and its ``drift@k``
+        (distance from the state that it was drafted from, in units of that state's norm).
+        """
         roots = self.roots.clamp(min=1)
         result = {"tau": 1 + self.prefix_hits.sum() / roots}
         series = {
@@ -74,6 +81,7 @@ class ChainSimulation(Metric):
             "hit": self.step_hits,
             "feature_error": self.feature_error,
             "norm": self.state_norm,
+            "drift": self.state_drift,
         }
         for name, sums in series.items():
             result |= {f"{name}@{k + 1}": value for k, value in enumerate(sums / roots)}
