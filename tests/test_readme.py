@@ -15,6 +15,7 @@ SMALL = {
     "train": ["data.limit=48", "data.val_limit=8", "trainer.max_steps=2", "trainer.val_check_interval=2"],
     "evaluate": ["limit=1", "max_new_tokens=8"],
     "generate": ["max_new_tokens=8"],
+    "bench": ["shape.length=64", "shape.batch=1", "steps=1"],
 }
 
 
@@ -34,7 +35,7 @@ def test_newcomers_need_two_commands():
 
 
 def test_commands_run(tmp_path):
-    """Every train, evaluate and generate line, in order, in one empty folder; `outputs/demo` is what `make demo` left."""
+    """Every train, evaluate and generate line, in order, in one empty folder, after what `make demo` leaves."""
     ours = [c for c in commands() if c[0] in ("python", "eaglelab")]
     assert {"train", "evaluate", "generate"} <= {"train" if c[0] == "python" else c[1] for c in ours}
     ours.insert(0, ["python", "train.py", "variant=hass", "hydra.run.dir=outputs/demo"])

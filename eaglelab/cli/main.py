@@ -8,6 +8,7 @@ import sys
 VERBS = {
     "train": "train a drafter: eaglelab train variant=eagle",
     "evaluate": "decode held-out prompts with and without the drafter: eaglelab evaluate run=DIR",
+    "bench": "cost of a training step of each variant: eaglelab bench",
     "generate": 'answer a prompt, accepted draft tokens marked: eaglelab generate run=DIR prompt="..."',
 }
 

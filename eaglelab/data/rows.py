@@ -130,22 +130,16 @@ def compile_rows(
         ValueError: unknown rule, or shapes that differ.
     """
     if supervise not in get_args(SuperviseRule):
-        raise ValueError(
-            f"supervise={supervise!r} is not one of {', '.join(get_args(SuperviseRule))}"
-        )
+        raise ValueError(f"supervise={supervise!r} is not one of {', '.join(get_args(SuperviseRule))}")
     shapes = {tuple(x.shape) for x in (valid_BS, segment_BS, position_BS, answer_BS)}
     if len(shapes) != 1 or valid_BS.dim() != 2:
-        raise ValueError(
-            f"valid, segment, position and answer must share one shape [B, S], got {shapes}"
-        )
+        raise ValueError(f"valid, segment, position and answer must share one shape [B, S], got {shapes}")
 
     B, S = valid_BS.shape
     device = valid_BS.device
     valid_BS, answer_BS = valid_BS.bool(), answer_BS.bool()
     follows_BS = torch.zeros(B, S, dtype=torch.bool, device=device)
-    follows_BS[:, :-1] = (
-        valid_BS[:, :-1] & valid_BS[:, 1:] & (segment_BS[:, :-1] == segment_BS[:, 1:])
-    )
+    follows_BS[:, :-1] = valid_BS[:, :-1] & valid_BS[:, 1:] & (segment_BS[:, :-1] == segment_BS[:, 1:])
 
     # remaining: distance to the first later index that nothing follows
     index_S = torch.arange(S, device=device)

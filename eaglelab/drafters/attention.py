@@ -77,9 +77,13 @@ class RolloutContext:
         """Native k, v [B, H, R, D] and own k, v [B, H, R, s, D], heads repeated to those of the queries."""
         assert self._native is not None
         repeat = q_BHRD.shape[1] // self._native[0].shape[1]
-        native = [x.repeat_interleave(repeat, dim=1) for x in self._native]
+
+        def spread(x_BG: Tensor) -> Tensor:
+            return x_BG if repeat == 1 else x_BG.repeat_interleave(repeat, dim=1)
+
+        native = [spread(x) for x in self._native]
         none = native[0][:, :, :, None][:, :, :, :0]
-        own = [torch.stack(x, dim=3).repeat_interleave(repeat, dim=1) for x in zip(*self._own, strict=True)]
+        own = [spread(torch.stack(x, dim=3)) for x in zip(*self._own, strict=True)]
         own_k, own_v = own or (none, none)
         return native[0], native[1], own_k, own_v
 

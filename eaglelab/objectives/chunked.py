@@ -33,7 +33,8 @@ def chunked_sum(
         A scalar in fp32. Without gradients (``torch.no_grad``) nothing but the sum is computed.
     """
     trained = [p for p in parameters if p.requires_grad]
-    return _ChunkedSum.apply(loss_of, chunk, state_Md, *trained)
+    with torch.profiler.record_function("eaglelab::head_and_loss"):
+        return _ChunkedSum.apply(loss_of, chunk, state_Md, *trained)
 
 
 class _ChunkedSum(torch.autograd.Function):

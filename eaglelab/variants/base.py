@@ -47,7 +47,7 @@ class DraftingModule(L.LightningModule, ABC):
     an optimizer. Passes are back-propagated one after the other (manual optimisation), so that memory is that of
     one pass; a batch without supervised rows changes nothing, weight decay included.
 
-    Subclasses set ``variant``, ``taps`` and ``num_passes`` and write :meth:`build_network` and :meth:`passes`.
+    Subclasses set ``variant`` and ``taps`` and write :meth:`build_network` and :meth:`passes`.
 
     Args:
         target: the frozen target.
@@ -63,7 +63,6 @@ class DraftingModule(L.LightningModule, ABC):
 
     variant: ClassVar[str]
     taps: tuple[Tap, ...] = ("final",)
-    num_passes: int = 1
 
     def __init__(
         self,
@@ -101,6 +100,11 @@ class DraftingModule(L.LightningModule, ABC):
     def build_network(cls, config: DrafterConfig) -> DraftNetwork:
         """The drafter network, freshly initialised, in fp32."""
 
+    @property
+    def num_passes(self) -> int:
+        """How many passes :meth:`passes` yields now."""
+        return 1
+
     @abstractmethod
     def passes(self, view: View) -> Iterator[Pass]:
         """The variant's passes over one micro-batch. Each is back-propagated before the next one is asked for."""
@@ -115,12 +119,19 @@ class DraftingModule(L.LightningModule, ABC):
         """Wall time of training so far, earlier sessions of a resumed run included."""
         return self._seconds_before + time.perf_counter() - self._began
 
+    @property
+    def whole_steps(self) -> int:
+        """Optimizer steps of the whole training."""
+        trainer = self.trainer
+        if trainer.max_steps > 0:
+            return trainer.max_steps
+        return int(trainer.estimated_stepping_batches) // self.optim.accumulate
+
     def on_fit_start(self) -> None:
         self._began = time.perf_counter()
 
     def configure_optimizers(self) -> Any:
-        whole = int(self.trainer.estimated_stepping_batches) // self.optim.accumulate
-        optimizer, scheduler = self.optim.build(self.network.parameters(), whole)
+        optimizer, scheduler = self.optim.build(self.network.parameters(), self.whole_steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def generator(self) -> torch.Generator:

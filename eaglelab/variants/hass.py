@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal, get_args
 
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from eaglelab.drafters import RolloutContext, ShippedContext
 from eaglelab.objectives import NoiseLaw
@@ -44,6 +45,8 @@ class HassModule(EagleModule):
         pass_weights: weight of each pass; None: all 1.
         alignment: ``masked`` hides what decoding hides; ``shipped`` is the published arithmetic, an ablation
             (:class:`~eaglelab.drafters.ShippedContext`).
+        single_pass_share: first part of the training, 0 to 1, that runs the first pass only. Aligning a drafter that
+            cannot predict one step yet is wasted work, so small budgets gain from it; 0 as published.
     """
 
     variant = "hass"
@@ -60,6 +63,7 @@ class HassModule(EagleModule):
         renormalise_top_k: bool = False,
         pass_weights: Sequence[float] | None = None,
         alignment: Alignment = "masked",
+        single_pass_share: float = 0.0,
         **shared: Any,
     ) -> None:
         if not 1 <= passes <= 5:
@@ -69,9 +73,12 @@ class HassModule(EagleModule):
             raise ValueError(f"variant.pass_weights={weights} must have one weight for each of {passes} passes")
         if alignment not in get_args(Alignment):
             raise ValueError(f"variant.alignment={alignment!r} is not one of {', '.join(get_args(Alignment))}")
+        if not 0 <= single_pass_share < 1:
+            raise ValueError(f"variant.single_pass_share={single_pass_share} must be in [0, 1)")
         if top_k < 1:
             raise ValueError(f"variant.top_k={top_k} must be at least 1; top_weight=0 switches the term off")
-        self.num_passes = passes
+        self.all_passes = passes
+        self.single_pass_share = single_pass_share
         self.top_k = top_k
         self.top_weight = top_weight
         self.renormalise_top_k = renormalise_top_k
@@ -84,13 +91,21 @@ class HassModule(EagleModule):
             "renormalise_top_k": renormalise_top_k,
             "pass_weights": weights,
             "alignment": alignment,
+            "single_pass_share": single_pass_share,
         }
         super().__init__(target, optim, noise=noise, switches_of_subclass=switches, **shared)
+
+    @property
+    def num_passes(self) -> int:
+        """Passes of the present step."""
+        if not self.single_pass_share:
+            return self.all_passes
+        return 1 if self.global_step < self.single_pass_share * self.whole_steps else self.all_passes
 
     def passes(self, view: View) -> Iterator[Pass]:
         term = {"top_weight": self.top_weight, "top_k": self.top_k, "renormalise": self.renormalise_top_k}
         states = [self.noisy(self.network.fuse(view.taps_BRF), view)]
-        for step, weight in enumerate(self.pass_weights):
+        for step, weight in enumerate(self.pass_weights[: self.num_passes]):
             predicted_BRd = self._forward(states, view)
             one = self.objective(predicted_BRd, view, step, **term)
             yield Pass(weight * one.loss, {f"{name}/step{step}" if step else name: x for name, x in one.means.items()})
@@ -103,7 +118,9 @@ class HassModule(EagleModule):
         else:
             context = RolloutContext(view.rows)
         for step, state_BRd in enumerate(states[:-1]):
-            keys = self.network.keys(state_BRd, view.embedding(step), view.position(step))
+            # recomputed in the backward pass: only keys and values are kept, so a pass stays as small as EAGLE-1's
+            inputs = (state_BRd, view.embedding(step), view.position(step))
+            keys = checkpoint(self.network.keys, *inputs, use_reentrant=False)
             (context.add_own if step else context.add_native)(*keys)
         last = len(states) - 1
         attend = context.own if last else context.native

@@ -15,9 +15,7 @@ def command(verb: str, *arguments: str) -> list[str]:
 
 
 def run(verb: str, *arguments: str, cwd: Path, check: bool = True) -> subprocess.CompletedProcess:
-    done = subprocess.run(
-        command(verb, *arguments), cwd=cwd, capture_output=True, text=True, env=dict(os.environ)
-    )
+    done = subprocess.run(command(verb, *arguments), cwd=cwd, capture_output=True, text=True, env=dict(os.environ))
     if check:
         assert done.returncode == 0, done.stdout + done.stderr
     return done

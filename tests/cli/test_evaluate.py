@@ -4,7 +4,9 @@ import json
 import shutil
 
 import pytest
+import torch
 
+from eaglelab.training import RunFolder
 from tests.cli.conftest import run
 
 
@@ -79,9 +81,18 @@ def test_a_target_that_does_not_fit_is_refused(trained, tmp_path):
     from tests.variants.conftest import tiny_target
 
     tiny_target().model.save_pretrained(tmp_path / "other")
-    done = run(
-        "evaluate", f"run={trained}", f"target={tmp_path / 'other'}", "limit=1", cwd=tmp_path, check=False
-    )
+    done = run("evaluate", f"run={trained}", f"target={tmp_path / 'other'}", "limit=1", cwd=tmp_path, check=False)
     assert done.returncode == 1
     assert "holds a drafter of another target: field target" in done.stderr
     assert "Way out" in done.stderr
+
+
+def test_a_checkpoint_without_a_tensor_is_refused(trained, tmp_path):
+    copy = shutil.copytree(trained, tmp_path / "run")
+    last = copy / "checkpoints" / "last.ckpt"
+    checkpoint = torch.load(last, weights_only=True)
+    del checkpoint["state_dict"]["network.fc.weight"]
+    torch.save(checkpoint, last)
+    folder = RunFolder.existing(copy)
+    with pytest.raises(ValueError, match="does not hold this drafter(?s:.*)fc.weight"):
+        folder.load_drafter(folder.load_target())

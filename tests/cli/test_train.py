@@ -89,9 +89,7 @@ def test_two_processes_equal_one_with_the_doubled_batch(variant, tmp_path):
     job = [*SMALL, f"variant={variant}", "trainer.max_steps=3", "optim.warmup_steps=0", "logger=none"]
     run("train", *job, "trainer=ddp", "trainer.accelerator=cpu", "hydra.run.dir=two", cwd=tmp_path)
     run("train", *job, "data.batch_size=4", "hydra.run.dir=one", cwd=tmp_path)
-    for (name, one), two in zip(
-        weights(tmp_path / "one").items(), weights(tmp_path / "two").values(), strict=True
-    ):
+    for (name, one), two in zip(weights(tmp_path / "one").items(), weights(tmp_path / "two").values(), strict=True):
         torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5, msg=name)
 
 

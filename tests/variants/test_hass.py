@@ -8,7 +8,8 @@ from torch.nn import functional as F
 
 from eaglelab.variants import EagleModule, HassModule, OptimConfig, View
 from tests.oracles.golden import Golden
-from tests.variants.conftest import make_batch, tiny_target
+from tests.variants.conftest import loader, make_batch, tiny_target
+from tests.variants.test_eagle import trainer
 
 
 def hass(target, **settings) -> HassModule:
@@ -113,6 +114,21 @@ def test_spliced_states_are_detached(target):
     assert all(p.grad is not None for p in module.network.parameters())
 
 
+def test_single_pass_share_runs_one_pass_first(target):
+    module = hass(target, single_pass_share=0.5)
+    counts, passes = [], module.passes
+
+    def counting(view):
+        counts.append(0)
+        for one in passes(view):
+            counts[-1] += 1
+            yield one
+
+    module.passes = counting
+    trainer(6).fit(module, loader([make_batch()] * 6))
+    assert counts == [1, 1, 1, 3, 3, 3]
+
+
 def test_shipped_arithmetic_refuses_packed_rows(target):
     passes = hass(target, alignment="shipped").passes(View.of(make_batch(), target, ("final",)))
     with pytest.raises(ValueError, match="set data.packing=false"):
@@ -125,6 +141,7 @@ def test_shipped_arithmetic_refuses_packed_rows(target):
         ({"passes": 0}, "takes 1 to 5"),
         ({"passes": 6}, "takes 1 to 5"),
         ({"pass_weights": [1.0]}, "one weight for each of 3 passes"),
+        ({"single_pass_share": 1.0}, "must be in"),
         ({"top_k": 0}, "top_k=0 must be at least 1"),
         ({"alignment": "none"}, "alignment='none' is not one of masked, shipped"),
     ],

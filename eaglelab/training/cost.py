@@ -1,0 +1,169 @@
+"""What one training step costs: time and its split, and peak memory, on a synthetic target of a given shape.
+
+Letters: B sequences, S tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import multiprocessing
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eaglelab.data import Batch, compile_rows
+from eaglelab.target import FrozenTarget
+from eaglelab.variants import VARIANTS, DraftingModule, OptimConfig, View
+
+LABELS = {"target": "eaglelab::target", "head_and_loss": "eaglelab::head_and_loss", "optimizer": "Optimizer.step"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """A Llama-shaped random target and a batch for it.
+
+    Attributes:
+        hidden_size, intermediate_size, num_layers, num_heads, vocab_size: of the target (and so of the drafter).
+        batch, length: sequences, and tokens of each; one segment per sequence, the second half is the answer.
+    """
+
+    hidden_size: int = 192
+    intermediate_size: int = 512
+    num_layers: int = 12
+    num_heads: int = 3
+    vocab_size: int = 2048
+    batch: int = 4
+    length: int = 512
+
+    def target(self) -> FrozenTarget:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_hidden_layers=self.num_layers,
+            num_attention_heads=self.num_heads,
+            num_key_value_heads=self.num_heads,
+            vocab_size=self.vocab_size,
+            max_position_embeddings=max(self.length, 64),
+            tie_word_embeddings=True,
+        )
+        return FrozenTarget(LlamaForCausalLM(config))
+
+    def make_batch(self, length: int | None = None) -> Batch:
+        B, S = self.batch, length or self.length
+        tokens_BS = torch.randint(self.vocab_size, (B, S), generator=torch.Generator().manual_seed(0))
+        valid_BS = torch.ones(B, S, dtype=torch.bool)
+        segment_BS, position_BS = torch.zeros_like(tokens_BS), torch.arange(S).expand(B, S)
+        answer_BS = position_BS >= S // 2
+        rows = compile_rows(valid_BS, segment_BS, position_BS, answer_BS)
+        return Batch(tokens_BS, valid_BS, segment_BS, position_BS, answer_BS, rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepCost:
+    """One optimizer step of one variant.
+
+    Attributes:
+        seconds: median over the measured steps; seconds_low, seconds_high: their quartiles.
+        peak_mib: resident memory at its peak above what was resident before the steps (target, drafter, libraries).
+        split: share of the profiled step in target, attention, head and loss, optimizer, and the rest.
+    """
+
+    variant: str
+    settings: dict[str, Any]
+    shape: Shape
+    seconds: float
+    seconds_low: float
+    seconds_high: float
+    peak_mib: float
+    split: dict[str, float]
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def measure(variant: str, shape: Shape, settings: dict[str, Any] | None = None, *, steps: int = 5) -> StepCost:
+    """Measure in a fresh process, so that one variant's memory is not another's."""
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(1) as pool:
+        return pool.apply(_measure, (variant, shape, settings or {}, steps, torch.get_num_threads()))
+
+
+def _measure(variant: str, shape: Shape, settings: dict[str, Any], steps: int, threads: int) -> StepCost:
+    torch.set_num_threads(threads)
+    target = shape.target()
+    counts = torch.ones(shape.vocab_size)
+    module = VARIANTS[variant](target, OptimConfig(lr=1e-4), answer_counts=lambda: counts, **settings)
+    optimizer, _ = module.optim.build(module.network.parameters(), steps)
+    _step(module, optimizer, shape.make_batch(length=32))  # libraries, kernels, optimizer state
+    batch = shape.make_batch()
+    before = _resident_mib("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    seconds = [_step(module, optimizer, batch) for _ in range(steps)]
+    peak = _resident_mib("VmHWM") - before
+    low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive") if steps > 1 else seconds * 3
+    return StepCost(variant, settings, shape, middle, low, high, peak, _split(module, optimizer, batch))
+
+
+def _step(module: DraftingModule, optimizer: torch.optim.Optimizer, batch: Batch) -> float:
+    """The work of ``DraftingModule.training_step`` without a trainer; returns its seconds."""
+    began = time.perf_counter()
+    with torch.profiler.record_function(LABELS["target"]):
+        view = View.of(batch, module.target, module.taps)
+    for one in module.passes(view):
+        one.loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return time.perf_counter() - began
+
+
+def _split(module: DraftingModule, optimizer: torch.optim.Optimizer, batch: Batch) -> dict[str, float]:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the profiler writes notices there; this process ends after it
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        total = _step(module, optimizer, batch) * 1e6
+    events = profile.key_averages()
+    spent = {name: sum(e.cpu_time_total for e in events if e.key.startswith(key)) for name, key in LABELS.items()}
+    outer = ("_JointAttention", "_JointAttentionBackward", "aten::scaled_dot_product_attention")
+    backward = "ScaledDotProductFlashAttentionForCpuBackward0"
+    attention = sum(e.cpu_time_total for e in events if e.key in (*outer, backward))
+    in_target = (
+        sum(e.cpu_time_total for e in events if e.key == "aten::scaled_dot_product_attention")
+        * module.target.num_layers
+        / (module.target.num_layers + module.num_passes)
+    )
+    spent["attention"] = attention - in_target
+    spent["rest"] = total - sum(spent.values())
+    return {name: microseconds / total for name, microseconds in spent.items()}
+
+
+def _resident_mib(field: str) -> float:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) / 1024
+    raise AssertionError(field)
+
+
+def cost_table(costs: Sequence[StepCost]) -> str:
+    """Plain text, one line per measurement."""
+    lines = [f"{'variant':<10}{'s/step':>8}{'quartiles':>16}{'peak MiB':>10}  target  attn  head+loss  optim  rest"]
+    for cost in costs:
+        share = cost.split
+        lines.append(
+            f"{cost.variant:<10}{cost.seconds:>8.3f}{cost.seconds_low:>8.3f}-{cost.seconds_high:<7.3f}"
+            f"{cost.peak_mib:>10.0f}{share['target']:>8.0%}{share['attention']:>6.0%}{share['head_and_loss']:>11.0%}"
+            f"{share['optimizer']:>7.0%}{share['rest']:>6.0%}"
+        )
+    return "\n".join(lines)
+
+
+def save_costs(costs: Sequence[StepCost], path: str | Path) -> None:
+    """All measurements as JSON."""
+    Path(path).write_text(json.dumps([cost.to_dict() for cost in costs], indent=1) + "\n", encoding="utf-8")
