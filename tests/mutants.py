@@ -304,7 +304,7 @@ def target_trains() -> None:
     FrozenTarget.__init__ = waking
 
 
-@mutant("noise on the teacher", EAGLE_LOSS.replace("loss_is_the_two_published_terms", "one_repeated_batch_is_learned"))
+@mutant("noise on the teacher", EAGLE_LOSS)
 def noisy_teacher() -> None:
     from eaglelab.variants import View
 

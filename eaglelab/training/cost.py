@@ -102,7 +102,7 @@ def _measure(variant: str, shape: Shape, settings: dict[str, Any], steps: int, t
     target = shape.target()
     counts = torch.ones(shape.vocab_size)
     module = VARIANTS[variant](target, OptimConfig(lr=1e-4), answer_counts=lambda: counts, **settings)
-    optimizer, _ = module.optim.build(module.network.parameters(), steps)
+    optimizer, _ = module.optim.build(module.network.named_parameters(), steps)
     _step(module, optimizer, shape.make_batch(length=32))  # libraries, kernels, optimizer state
     batch = shape.make_batch()
     before = _resident_mib("VmRSS")

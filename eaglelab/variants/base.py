@@ -131,7 +131,7 @@ class DraftingModule(L.LightningModule, ABC):
         self._began = time.perf_counter()
 
     def configure_optimizers(self) -> Any:
-        optimizer, scheduler = self.optim.build(self.network.parameters(), self.whole_steps)
+        optimizer, scheduler = self.optim.build(self.network.named_parameters(), self.whole_steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def generator(self) -> torch.Generator:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
+
+from eaglelab.variants.muon import MuonAdamW
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,6 +19,7 @@ class OptimConfig:
 
     Attributes:
         lr: peak learning rate.
+        name: ``adamw``, as in every published recipe, or ``muon`` (:class:`~eaglelab.variants.muon.MuonAdamW`).
         betas, weight_decay: AdamW's.
         warmup_steps: linear ramp from 0; a number below 1 is a share of ``total_steps``.
         total_steps: where the decay ends; None: at the end of training.
@@ -27,6 +30,7 @@ class OptimConfig:
     """
 
     lr: float
+    name: Literal["adamw", "muon"] = "adamw"
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
     warmup_steps: float = 0
@@ -40,6 +44,8 @@ class OptimConfig:
     def __post_init__(self) -> None:
         if self.clip_value is not None and self.clip_norm is not None:
             raise ValueError("optim: set clip_value or clip_norm, not both")
+        if self.name not in ("adamw", "muon"):
+            raise ValueError(f"optim.name={self.name!r} is not one of adamw, muon")
         if self.schedule not in ("linear", "cosine", "constant"):
             raise ValueError(f"optim.schedule={self.schedule!r} is not one of linear, cosine, constant")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
@@ -60,17 +66,20 @@ class OptimConfig:
         return self.final_lr_ratio + (1 - self.final_lr_ratio) * fall
 
     def build(
-        self, parameters: Iterable[nn.Parameter], whole: int
+        self, parameters: Iterable[tuple[str, nn.Parameter]], whole: int
     ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
         """The optimizer over the trainable ``parameters`` and its scheduler, stepped once per optimizer step.
 
         Args:
-            parameters: of the drafter.
+            parameters: named, of the drafter.
             whole: optimizer steps of the training.
         """
-        trainable = [p for p in parameters if p.requires_grad]
+        trainable = [(name, p) for name, p in parameters if p.requires_grad]
         beta1, beta2 = self.betas
-        optimizer = torch.optim.AdamW(
-            trainable, lr=self.lr, betas=(beta1, beta2), weight_decay=self.weight_decay, fused=True
-        )
+        settings: dict[str, Any] = {"lr": self.lr, "betas": (beta1, beta2), "weight_decay": self.weight_decay}
+        optimizer: torch.optim.Optimizer
+        if self.name == "muon":
+            optimizer = MuonAdamW(trainable, **settings)
+        else:
+            optimizer = torch.optim.AdamW([p for _, p in trainable], fused=True, **settings)
         return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: self.lr_scale(step, whole))

@@ -1,5 +1,7 @@
 """Learning-rate laws and what advances them."""
 
+import copy
+
 import pytest
 import torch
 
@@ -43,7 +45,7 @@ def test_scheduler_advances_once_per_optimizer_step(target):
 
 def test_frozen_parameters_are_left_out():
     kept, frozen = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2), requires_grad=False)
-    optimizer, _ = OptimConfig(lr=1.0).build([kept, frozen], 1)
+    optimizer, _ = OptimConfig(lr=1.0).build([("a", kept), ("b", frozen)], 1)
     assert [p is kept for group in optimizer.param_groups for p in group["params"]] == [True]
 
 
@@ -59,3 +61,37 @@ def test_frozen_parameters_are_left_out():
 def test_recipes_that_make_no_sense(settings, message):
     with pytest.raises(ValueError, match=message):
         OptimConfig(**{"lr": 1.0} | settings)
+
+
+def test_muon_takes_the_matrices_and_one_state_restores_both():
+    """Two steps, save, one more; a fresh optimizer that loads the state takes the same third step."""
+
+    def build():
+        torch.manual_seed(0)
+        network = torch.nn.ModuleDict({"fc": torch.nn.Linear(4, 6), "lm_head": torch.nn.Linear(6, 3, bias=False)})
+        optimizer, scheduler = OptimConfig(lr=0.1, name="muon").build(network.named_parameters(), 10)
+        return network, optimizer, scheduler
+
+    def step(network, optimizer, scheduler, seed):
+        x = torch.randn(5, 4, generator=torch.Generator().manual_seed(seed))
+        network["lm_head"](network["fc"](x)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+
+    one = build()
+    assert [tuple(p.shape) for p in one[1].param_groups[0]["params"]] == [(6, 4)]
+    assert sorted(tuple(p.shape) for p in one[1].param_groups[1]["params"]) == [(3, 6), (6,)]
+    for seed in (0, 1):
+        step(*one, seed)
+    saved = [{k: v.clone() for k, v in one[0].state_dict().items()}, copy.deepcopy(one[1].state_dict()), one[2].state_dict()]
+    other = build()
+    for part, state in zip(other, saved, strict=True):
+        part.load_state_dict(state)
+    before = one[0]["fc"].weight.clone()
+    step(*one, 2)
+    step(*other, 2)
+    assert other[1].param_groups[0]["lr"] == pytest.approx(0.07)
+    for (name, a), b in zip(one[0].named_parameters(), other[0].parameters(), strict=True):
+        assert a.equal(b), name
+    assert not one[0]["fc"].weight.equal(before)
