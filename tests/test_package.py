@@ -42,9 +42,7 @@ def test_the_installed_wheel_trains_from_an_empty_folder(wheel, tmp_path):
     site = str(tmp_path / "site")
     code = f"import sys; sys.path.insert(0, {site!r}); from eaglelab.cli.main import main; main({job!r})"
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=work, capture_output=True, text=True, env=environment
-    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=work, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     config = (work / "run" / ".hydra" / "hydra.yaml").read_text()
     assert str(tmp_path / "site" / "eaglelab" / "configs") in config

@@ -67,6 +67,8 @@ class TurnRecord:
 def summarize(turns: Sequence[TurnRecord]) -> dict[str, Any]:
     """The totals that `metrics.json` opens with. Values that no round defines are None.
 
+    tau_ended: tau over the answers that the model ended itself. A model that repeats itself to the length limit is
+        easy to draft for; where the two differ much, that is why.
     tau_interval: 95 % bootstrap interval over prompts.
     accepted_by_depth: element k - 1 is the share of rounds in which at least k draft tokens were
         accepted, so that tau = 1 + sum(accepted_by_depth); `accepted_by_depth_rounds` counts them.
@@ -76,14 +78,17 @@ def summarize(turns: Sequence[TurnRecord]) -> dict[str, Any]:
     speedup_spread: median and quartiles of the answers' own speed-ups.
     """
     accepted = [count for turn in turns for count in turn.accepted]
+    ended = [turn for turn in turns if turn.stop_reason == "eos"]
     rounds = len(accepted)
     deepest = max(accepted, default=0)
     by_depth = [sum(count >= depth for count in accepted) for depth in range(1, deepest + 1)]
     speculative, baseline = [t.speculative for t in turns], [t.baseline for t in turns]
     rate, baseline_rate = _rate(speculative), _rate(baseline)
     summary = {
-        "tau": 1 + sum(accepted) / rounds if rounds else None,
+        "tau": _tau(turns),
         "tau_interval": tau_interval(turns),
+        "tau_ended": _tau(ended),
+        "answers_ended": len(ended),
         "tokens_per_s": rate,
         "baseline_tokens_per_s": baseline_rate,
         "speedup": _ratio(rate, baseline_rate),
@@ -109,6 +114,11 @@ def summarize(turns: Sequence[TurnRecord]) -> dict[str, Any]:
     if checked:
         summary["identical_to_generate"] = _count(checked)
     return summary
+
+
+def _tau(turns: Sequence[TurnRecord]) -> float | None:
+    accepted = [count for turn in turns for count in turn.accepted]
+    return 1 + sum(accepted) / len(accepted) if accepted else None
 
 
 def tau_interval(turns: Sequence[TurnRecord], *, level: float = 0.95, resamples: int = 10_000) -> list[float] | None:

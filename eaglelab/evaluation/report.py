@@ -41,8 +41,14 @@ def _summary(metrics: dict[str, Any]) -> list[tuple[str, str, str]]:
     )
     ends = metrics.get("tau_interval")
     interval = f"; 95 % interval {ends[0]:.2f} to {ends[1]:.2f}" if ends else ""
+    amount = f"{metrics['new_tokens']} tokens in {metrics['rounds']} rounds, greedy, batch 1"
     rows = [
-        ("tau", _number(metrics["tau"]), f"accepted draft tokens + 1, {metrics['rounds']} rounds{interval}"),
+        ("tau", _number(metrics["tau"]), f"accepted draft tokens + 1{interval}"),
+        (
+            "",
+            _number(metrics["tau_ended"]),
+            f"over the {metrics['answers_ended']} answers that the model ended itself",
+        ),
         ("speed-up", _number(metrics["speedup"], "x"), quartiles),
         ("tokens/s", _number(metrics["tokens_per_s"], digits=1), "with drafter, prefill apart"),
         ("", _number(metrics["baseline_tokens_per_s"], digits=1), "same engine, no drafter"),
@@ -51,7 +57,7 @@ def _summary(metrics: dict[str, Any]) -> list[tuple[str, str, str]]:
     if "identical_to_generate" in metrics:
         fraction = _fraction(metrics["identical_to_generate"])
         rows.append(("", fraction, "answers equal to model.generate"))
-    rows.append(("answers", str(metrics["answers"]), f"{metrics['new_tokens']} tokens, greedy, batch 1"))
+    rows.append(("answers", str(metrics["answers"]), amount))
     without = f"{seconds['baseline_prefill']:.2f} s without drafter"
     rows.append(("prefill", f"{seconds['prefill']:.2f} s", without))
     if split:

@@ -36,9 +36,7 @@ def naive_rows(valid, segment, answer, rule):
         for t in range(S):
 
             def reaches(k, b=b, t=t):
-                return t + k < S and all(
-                    valid[b, t + i] and segment[b, t + i] == segment[b, t] for i in range(k + 1)
-                )
+                return t + k < S and all(valid[b, t + i] and segment[b, t + i] == segment[b, t] for i in range(k + 1))
 
             if valid[b, t] and reaches(1):
                 remaining = max(k for k in range(S) if reaches(k))
@@ -110,9 +108,7 @@ def test_equals_the_naive_loop(lengths, rule, random):
         for b in range(len(lengths)):
             for r in range(rows.legal_BR.shape[1]):
                 t = int(rows.source_BR[b, r]) % S
-                lands = (
-                    bool(rows.legal_BR[b, r]) and flat[b, t][1] >= 1 + step and flat[b, t + step][0]
-                )
+                lands = bool(rows.legal_BR[b, r]) and flat[b, t][1] >= 1 + step and flat[b, t + step][0]
                 assert bool(at_step[b, r]) == lands
 
 
@@ -150,11 +146,7 @@ def test_visibility_is_causal_and_segment_isolated(lengths):
                 assert bool(visible[b, q, k]) == allowed
     if rows.causal:  # then plain causal attention gives every real row the same context
         causal = torch.ones(R, R).tril().bool()
-        assert (
-            (visible | ~rows.legal_BR[:, :, None] | ~causal)
-            .logical_and(causal)
-            .equal(causal.expand(B, R, R))
-        )
+        assert (visible | ~rows.legal_BR[:, :, None] | ~causal).logical_and(causal).equal(causal.expand(B, R, R))
 
 
 def test_empty_plan():
@@ -167,9 +159,7 @@ def test_empty_plan():
 
 def test_bad_rule_and_bad_shape():
     valid, segment, position, answer = layout([[4]], 4)
-    with pytest.raises(
-        ValueError, match="supervise='answer' is not one of source, advanced, predicted"
-    ):
+    with pytest.raises(ValueError, match="supervise='answer' is not one of source, advanced, predicted"):
         compile_rows(valid, segment, position, answer, supervise="answer")
     with pytest.raises(ValueError, match="must share one shape"):
         compile_rows(valid, segment[:, :3], position, answer)

@@ -142,3 +142,12 @@ def test_tau_interval_resamples_prompts_not_rounds():
     many = [replace(record([i % 2 * 4] * 200, 1.0, 1.0), id=str(i)) for i in range(20)]
     assert tau_interval(few) == tau_interval(many)
     assert tau_interval([]) is None
+
+
+def test_tau_over_ended_answers_leaves_out_those_cut_at_the_limit():
+    looping = replace(record([5, 5, 5], 1.0, 1.0), id="loop", stop_reason="length")
+    summary = summarize([LONG, looping])
+    assert summary["tau_ended"] == pytest.approx((4 + 1 + 6 + 3) / 4)
+    assert summary["answers_ended"] == 1
+    assert summary["tau"] == pytest.approx((14 + 18) / 7)
+    assert summarize([looping])["tau_ended"] is None

@@ -18,11 +18,7 @@ class Node:
 
     def is_legal_target_prefix_of(self, query: "Node") -> bool:
         return (
-            self.step == 0
-            and self.legal
-            and query.legal
-            and self.segment == query.segment
-            and self.slot <= query.slot
+            self.step == 0 and self.legal and query.legal and self.segment == query.segment and self.slot <= query.slot
         )
 
     def is_draft_ancestor_of(self, query: "Node") -> bool:

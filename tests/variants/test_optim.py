@@ -84,7 +84,11 @@ def test_muon_takes_the_matrices_and_one_state_restores_both():
     assert sorted(tuple(p.shape) for p in one[1].param_groups[1]["params"]) == [(3, 6), (6,)]
     for seed in (0, 1):
         step(*one, seed)
-    saved = [{k: v.clone() for k, v in one[0].state_dict().items()}, copy.deepcopy(one[1].state_dict()), one[2].state_dict()]
+    saved = [
+        {k: v.clone() for k, v in one[0].state_dict().items()},
+        copy.deepcopy(one[1].state_dict()),
+        one[2].state_dict(),
+    ]
     other = build()
     for part, state in zip(other, saved, strict=True):
         part.load_state_dict(state)
