@@ -53,7 +53,7 @@ def train_once(config: DictConfig, run_dir: str | Path) -> TrainingResult:
 
     started_from = load_initial_weights(module, config.init_from) if config.init_from and not ckpt_path else None
 
-    callbacks = [instantiate(one) for one in (config.callbacks or {}).values()]
+    callbacks = [instantiate(one) for one in (config.callbacks or {}).values() if one is not None]
     trainer: L.Trainer = instantiate(
         config.trainer, callbacks=callbacks, logger=instantiate(config.logger) if config.logger else False
     )

@@ -45,8 +45,9 @@ class HassModule(EagleModule):
         pass_weights: weight of each pass; None: all 1.
         alignment: ``masked`` hides what decoding hides; ``shipped`` is the published arithmetic, an ablation
             (:class:`~eaglelab.drafters.ShippedContext`).
-        single_pass_share: first part of the training, 0 to 1, that runs the first pass only. Aligning a drafter that
-            cannot predict one step yet is wasted work, so small budgets gain from it; 0 as published.
+        eagle_share: first part of the training, 0 to 1, that is EAGLE-1's: one pass, no top-K term. Aligning a
+            drafter that cannot predict one step yet is wasted work, so small budgets gain from it. Published is 0
+            with a first stage of its own that leaves out the top-K term only (``experiment=hass_pinned``).
     """
 
     variant = "hass"
@@ -63,7 +64,7 @@ class HassModule(EagleModule):
         renormalise_top_k: bool = False,
         pass_weights: Sequence[float] | None = None,
         alignment: Alignment = "masked",
-        single_pass_share: float = 0.0,
+        eagle_share: float = 0.0,
         **shared: Any,
     ) -> None:
         if not 1 <= passes <= 5:
@@ -73,12 +74,12 @@ class HassModule(EagleModule):
             raise ValueError(f"variant.pass_weights={weights} must have one weight for each of {passes} passes")
         if alignment not in get_args(Alignment):
             raise ValueError(f"variant.alignment={alignment!r} is not one of {', '.join(get_args(Alignment))}")
-        if not 0 <= single_pass_share < 1:
-            raise ValueError(f"variant.single_pass_share={single_pass_share} must be in [0, 1)")
+        if not 0 <= eagle_share < 1:
+            raise ValueError(f"variant.eagle_share={eagle_share} must be in [0, 1)")
         if top_k < 1:
             raise ValueError(f"variant.top_k={top_k} must be at least 1; top_weight=0 switches the term off")
         self.all_passes = passes
-        self.single_pass_share = single_pass_share
+        self.eagle_share = eagle_share
         self.top_k = top_k
         self.top_weight = top_weight
         self.renormalise_top_k = renormalise_top_k
@@ -91,24 +92,29 @@ class HassModule(EagleModule):
             "renormalise_top_k": renormalise_top_k,
             "pass_weights": weights,
             "alignment": alignment,
-            "single_pass_share": single_pass_share,
+            "eagle_share": eagle_share,
         }
         super().__init__(target, optim, noise=noise, switches_of_subclass=switches, **shared)
 
     @property
+    def is_eagle_yet(self) -> bool:
+        """Whether the present step is still in the first, EAGLE-1 part."""
+        return self.eagle_share > 0 and self.global_step < self.eagle_share * self.whole_steps
+
+    @property
     def num_passes(self) -> int:
-        """Passes of the present step."""
-        if not self.single_pass_share:
-            return self.all_passes
-        return 1 if self.global_step < self.single_pass_share * self.whole_steps else self.all_passes
+        return 1 if self.is_eagle_yet else self.all_passes
 
     def passes(self, view: View) -> Iterator[Pass]:
-        term = {"top_weight": self.top_weight, "top_k": self.top_k, "renormalise": self.renormalise_top_k}
+        weight = 0.0 if self.is_eagle_yet else self.top_weight
+        term = {"top_weight": weight, "top_k": self.top_k, "renormalise": self.renormalise_top_k}
         states = [self.noisy(self.network.fuse(view.taps_BRF), view)]
-        for step, weight in enumerate(self.pass_weights[: self.num_passes]):
+        for step, pass_weight in enumerate(self.pass_weights[: self.num_passes]):
             predicted_BRd = self._forward(states, view)
             one = self.objective(predicted_BRd, view, step, **term)
-            yield Pass(weight * one.loss, {f"{name}/step{step}" if step else name: x for name, x in one.means.items()})
+            yield Pass(
+                pass_weight * one.loss, {f"{name}/step{step}" if step else name: x for name, x in one.means.items()}
+            )
             states.append(predicted_BRd.detach())
 
     def _forward(self, states: list[Tensor], view: View) -> Tensor:

@@ -114,8 +114,8 @@ def test_spliced_states_are_detached(target):
     assert all(p.grad is not None for p in module.network.parameters())
 
 
-def test_single_pass_share_runs_one_pass_first(target):
-    module = hass(target, single_pass_share=0.5)
+def test_eagle_share_is_eagle_1_first(target):
+    module = hass(target, eagle_share=0.5)
     counts, passes = [], module.passes
 
     def counting(view):
@@ -141,7 +141,7 @@ def test_shipped_arithmetic_refuses_packed_rows(target):
         ({"passes": 0}, "takes 1 to 5"),
         ({"passes": 6}, "takes 1 to 5"),
         ({"pass_weights": [1.0]}, "one weight for each of 3 passes"),
-        ({"single_pass_share": 1.0}, "must be in"),
+        ({"eagle_share": 1.0}, "must be in"),
         ({"top_k": 0}, "top_k=0 must be at least 1"),
         ({"alignment": "none"}, "alignment='none' is not one of masked, shipped"),
     ],
