@@ -6,25 +6,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eaglelab.data.rows import compile_rows
+from tests.oracles.layout import packed
 
 RULES = ("source", "advanced", "predicted")
 
 
-def layout(lengths_by_sequence, S, answer=None):
-    """[valid, segment, position, answer] for segments of the given lengths, right-padded to S tokens."""
-    B = len(lengths_by_sequence)
-    valid = torch.zeros(B, S, dtype=torch.bool)
-    segment = torch.full((B, S), -1)
-    position = torch.zeros(B, S, dtype=torch.long)
-    for b, lengths in enumerate(lengths_by_sequence):
-        start = 0
-        for i, n in enumerate(lengths):
-            valid[b, start : start + n] = True
-            segment[b, start : start + n] = i
-            position[b, start : start + n] = torch.arange(n)
-            start += n
-    answer = valid.clone() if answer is None else answer
-    return valid, segment, position, answer
+def layout(lengths_by_sequence, S):
+    """(valid, segment, position, answer) with every valid token in an answer."""
+    valid, segment, position = packed(lengths_by_sequence, S)
+    return valid, segment, position, valid.clone()
 
 
 def naive_rows(valid, segment, answer, rule):

@@ -7,21 +7,12 @@ from hypothesis import strategies as st
 
 from eaglelab.data.rows import compile_rows
 from eaglelab.drafters.attention import RolloutContext, dense_joint_attention, joint_attention
+from tests.oracles.layout import packed
 from tests.oracles.visibility import dense_rollout_attention, nodes
 
 
 def rows_of(lengths_by_sequence, S):
-    B = len(lengths_by_sequence)
-    valid = torch.zeros(B, S, dtype=torch.bool)
-    segment = torch.full((B, S), -1)
-    position = torch.zeros(B, S, dtype=torch.long)
-    for b, lengths in enumerate(lengths_by_sequence):
-        start = 0
-        for i, n in enumerate(lengths):
-            valid[b, start : start + n] = True
-            segment[b, start : start + n] = i
-            position[b, start : start + n] = torch.arange(n)
-            start += n
+    valid, segment, position = packed(lengths_by_sequence, S)
     return compile_rows(valid, segment, position, valid)
 
 

@@ -9,6 +9,7 @@ from eaglelab.data.batch import Batch
 from eaglelab.data.rows import compile_rows
 from eaglelab.target import FrozenTarget
 from eaglelab.variants import EagleModule, OptimConfig
+from tests.oracles.layout import packed
 
 
 def tiny_target(seed: int = 0, **overrides) -> FrozenTarget:
@@ -30,20 +31,9 @@ def tiny_target(seed: int = 0, **overrides) -> FrozenTarget:
 def make_batch(lengths=((9, 7), (12,)), *, vocab=61, seed=0, answer_from=3) -> Batch:
     """Packed rows of random tokens; the first ``answer_from`` tokens of every segment are the prompt."""
     g = torch.Generator().manual_seed(seed)
-    B, S = len(lengths), max(sum(x) for x in lengths) + 1
-    valid = torch.zeros(B, S, dtype=torch.bool)
-    segment = torch.full((B, S), -1)
-    position = torch.zeros(B, S, dtype=torch.long)
-    answer = torch.zeros(B, S, dtype=torch.bool)
-    for b, row in enumerate(lengths):
-        start = 0
-        for i, n in enumerate(row):
-            valid[b, start : start + n] = True
-            segment[b, start : start + n] = i
-            position[b, start : start + n] = torch.arange(n)
-            answer[b, start + answer_from : start + n] = True
-            start += n
-    tokens = torch.randint(vocab, (B, S), generator=g) * valid
+    valid, segment, position = packed(lengths, max(sum(x) for x in lengths) + 1)
+    answer = valid & (position >= answer_from)
+    tokens = torch.randint(vocab, valid.shape, generator=g) * valid
     rows = compile_rows(valid, segment, position, answer)
     return Batch(tokens, valid, segment, position, answer, rows)
 
