@@ -29,10 +29,10 @@ def study(variant: str, steps: int) -> None:
     if target.exists():
         return
     run = Path("outputs") / "three_variants" / variant
-    shutil.rmtree(run, ignore_errors=True)
-    interval = f"trainer.val_check_interval={max(steps // 10, 1)}"
-    eaglelab("train", f"variant={variant}", f"trainer.max_steps={steps}", interval, f"hydra.run.dir={run}")
-    for tree, limit in (("static", 20), ("chain", 60)):
+    if not (run / "metrics.json").exists():
+        interval = f"trainer.val_check_interval={max(steps // 10, 1)}"
+        eaglelab("train", f"variant={variant}", f"trainer.max_steps={steps}", interval, f"hydra.run.dir={run}")
+    for tree, limit in (("static", 20), ("chain", 40)):
         eaglelab("evaluate", f"run={run}", f"tree={tree}", f"limit={limit}")
     (log,) = run.glob("csv/version_0/metrics.csv")
     RESULTS.mkdir(exist_ok=True)
