@@ -105,7 +105,7 @@ def test_two_processes_equal_one_with_the_doubled_batch(variant, tmp_path):
         (["variant.noise=loud"], "noise law 'loud' is not one of"),
         (["variant.supervise=answer"], "supervise='answer' is not one of"),
         (["ckpt_path=last"], "no checkpoint at"),
-        (["trainer=gpu"], "gpu"),
+        (["trainer.accelerator=abacus"], "invalid accelerator name"),
         (["data.max_length=4", "data.row_length=4"], "no conversation is left"),
     ],
 )
