@@ -42,6 +42,8 @@ def study(variant: str, steps: int) -> None:
         json.loads(next(run.glob(f"evaluations/{tree}-*.json")).read_text()) for tree in ("chain", "static")
     )
     static.pop("per_prompt")
+    for result in (chain, static):
+        result["settings"]["data"] = "bundled eval"  # a path of one machine otherwise
     chain["per_prompt"] = [
         {k: turn[k] for k in ("id", "new_tokens", "stop_reason", "accepted")} for turn in chain["per_prompt"]
     ]
