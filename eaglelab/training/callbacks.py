@@ -72,7 +72,7 @@ class StepProgressBar(ProgressBar):
 
 
 class GracefulStop(L.Callback):
-    """Ctrl-C (or SIGTERM) ends the run after the optimizer step at hand; a second Ctrl-C ends it at once.
+    """Ctrl-C (or SIGTERM) ends the run after the optimizer step at hand is complete; a second Ctrl-C ends it at once.
 
     ``stopped`` tells afterwards whether the run was cut short that way.
     """
@@ -94,7 +94,9 @@ class GracefulStop(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int
     ) -> None:
-        # every process must stop at the same step
+        # every process must stop at the same step, and no accumulated gradient may be lost
+        if not pl_module.between_steps:
+            return
         if trainer.strategy.reduce_boolean_decision(self.stopped, all=False):
             self.stopped = trainer.should_stop = True
 

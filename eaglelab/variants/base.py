@@ -91,6 +91,7 @@ class DraftingModule(L.LightningModule, ABC):
         self.micro_step = 0
         self.skipped_batches = 0
         self.supervised_rows = 0
+        self._has_gradient = False
         self._seconds_before, self._began = 0.0, time.perf_counter()
 
     target: FrozenTarget
@@ -120,6 +121,11 @@ class DraftingModule(L.LightningModule, ABC):
         return self._seconds_before + time.perf_counter() - self._began
 
     @property
+    def between_steps(self) -> bool:
+        """Whether the present micro-batch is the last of its optimizer step; the place to stop and to save."""
+        return self.micro_step % self.optim.accumulate == 0
+
+    @property
     def whole_steps(self) -> int:
         """Optimizer steps of the whole training."""
         trainer = self.trainer
@@ -145,19 +151,22 @@ class DraftingModule(L.LightningModule, ABC):
         self.supervised_rows += rows
         if self._over_processes(rows) == 0:
             self.skipped_batches += 1
+            if self.between_steps and self._has_gradient:
+                self._update()
             return
         began = time.perf_counter()
         view = View.of(batch, self.target, self.taps)
         target_seconds = time.perf_counter() - began
         means: dict[str, Tensor] = {"loss": torch.zeros((), device=self.device)}
-        update = self.micro_step % self.optim.accumulate == 0
         for number, one in enumerate(self.passes(view), start=1):
-            with nullcontext() if update and number == self.num_passes else self._unsynchronised():
+            last = self.between_steps and number == self.num_passes
+            with nullcontext() if last else self._unsynchronised():
                 self.manual_backward(one.loss / self.optim.accumulate)
             means["loss"] += one.loss.detach()
             means |= one.means
         self._log_training(means, rows, target_seconds)
-        if update:
+        self._has_gradient = True
+        if self.between_steps:
             self._update()
 
     def _update(self) -> None:
@@ -171,6 +180,7 @@ class DraftingModule(L.LightningModule, ABC):
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
+        self._has_gradient = False
 
     def _unsynchronised(self) -> AbstractContextManager[None]:
         """Gradients stay on their process: they are exchanged once per step, by its last pass."""

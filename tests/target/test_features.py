@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from target_families import FAMILIES, VOCAB, build, target_of
 
 from eaglelab.target import FrozenTarget, default_taps, validate_taps
+from tests.target.target_families import FAMILIES, VOCAB, build, target_of
 
 families = pytest.mark.parametrize("family", FAMILIES)
 TAPS = (0, 2, "final")

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from target_families import build
-from target_tokenizer import tiny_tokenizer
 
 from eaglelab.target import FrozenTarget, TargetFingerprint, fingerprint
 from eaglelab.target.fingerprint import config_digest, tokenizer_digest, weights_digest
+from tests.target.target_families import build
+from tests.target.target_tokenizer import tiny_tokenizer
 
 
 @pytest.fixture(autouse=True)

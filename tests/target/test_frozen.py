@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from lightning import LightningModule
-from target_families import VOCAB, build, target_of
 from torch import nn
 from transformers import (
     BertConfig,
@@ -19,6 +18,7 @@ from transformers import (
 )
 
 from eaglelab.target import FrozenTarget
+from tests.target.target_families import VOCAB, build, target_of
 
 
 class Owner(LightningModule):

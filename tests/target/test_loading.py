@@ -11,11 +11,11 @@ from pathlib import Path
 import gguf
 import pytest
 import torch
-from target_families import VOCAB, build
-from target_tokenizer import tiny_tokenizer
 from transformers import BertConfig, BertModel, T5Config, T5ForConditionalGeneration
 
 from eaglelab.target import FrozenTarget
+from tests.target.target_families import VOCAB, build
+from tests.target.target_tokenizer import tiny_tokenizer
 
 
 @pytest.fixture

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from target_families import FAMILIES, VOCAB, build, target_of
 
 from eaglelab.target import FrozenTarget
+from tests.target.target_families import FAMILIES, VOCAB, build, target_of
 
 families = pytest.mark.parametrize("family", FAMILIES)
 TAPS = (1, "final")

@@ -141,6 +141,25 @@ def test_accumulation_equals_one_larger_batch(target):
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
 
 
+def test_an_empty_batch_at_the_end_of_an_accumulation_keeps_its_gradient(target):
+    """rows, empty | rows, empty at accumulate 2: two updates, each of its own window's gradient."""
+    batch, empty = make_batch(((9,),), seed=1), make_batch(answer_from=99)
+    results = []
+    for batches, accumulate in (([batch, empty, batch, empty], 2), ([batch, batch], 1)):
+        module = eagle(target, noise="none", optim={"accumulate": accumulate})
+        seen = []
+
+        class Look(L.Callback):
+            def on_before_optimizer_step(self, trainer, module, optimizer, seen=seen):
+                seen.append(torch.cat([p.grad.flatten() for p in module.network.parameters()]))
+
+        fit = trainer(2, callbacks=[Look()])
+        fit.fit(module, loader(batches))
+        assert fit.global_step == 2
+        results.append(seen[0] * accumulate)
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-7)
+
+
 @pytest.mark.parametrize(("limit", "kind"), [("clip_value", "value"), ("clip_norm", "norm")])
 def test_clipping_by_value_is_not_clipping_by_norm(target, limit, kind):
     seen = {}

@@ -1,0 +1,5 @@
+"""The tiny target of the variants."""
+
+from tests.variants.conftest import target
+
+__all__ = ["target"]
