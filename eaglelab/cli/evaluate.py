@@ -32,7 +32,7 @@ def main(config: DictConfig) -> float | None:
         check_generate=config.check_generate,
     )
     prompts = load_prompts(config.data.path, limit=config.limit)
-    target = folder.load_target(source=config.target, dtype=config.dtype, device=config.device)
+    target = folder.load_target(source=config.target.source, dtype=config.dtype, device=config.device)
     drafter = folder.load_drafter(target, config.checkpoint)
     result = evaluate(target, drafter, tree, prompts, settings)
 

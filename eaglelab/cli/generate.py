@@ -29,7 +29,7 @@ def main(config: DictConfig) -> None:
     quiet_libraries()
     folder = RunFolder.existing(config.run)
     tree = make_tree(**config.tree)
-    target = folder.load_target(source=config.target, dtype=config.dtype, device=config.device)
+    target = folder.load_target(source=config.target.source, dtype=config.dtype, device=config.device)
     drafter = folder.load_drafter(target, config.checkpoint) if tree is not None else None
     prompt_ids = encode_prompt(target.tokenizer, [{"role": "user", "content": str(config.prompt)}])
     stream = Stream(Engine(target, drafter, tree), target.tokenizer, prompt_ids, config.max_new_tokens)

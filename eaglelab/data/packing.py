@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from eaglelab.data.batch import Batch
 from eaglelab.data.chat import TokenizedChat
-from eaglelab.data.rows import SuperviseRule, compile_rows
+from eaglelab.data.rows import SuperviseRule, compile_rows, rule_offset
 
 Overlength = Literal["drop", "truncate"]
 TOO_LONG = "too_long"
@@ -133,7 +133,7 @@ def select(
 
 def supervised_rows(answer_S: NDArray[np.bool_], rule: SuperviseRule) -> int:
     """Supervised rows of one segment: its rows t whose token t, t+1 or t+2 (by the rule) is in an answer."""
-    first = get_args(SuperviseRule).index(rule)
+    first = rule_offset(rule)
     last = len(answer_S) - 1 if rule == "source" else len(answer_S)
     return int(np.count_nonzero(answer_S[first:last]))
 

@@ -104,6 +104,18 @@ class Rows:
         return dataclasses.replace(self, **moved)
 
 
+def rule_offset(supervise: str) -> int:
+    """How far after the source lies the token that decides: 0 for ``source``, 1 ``advanced``, 2 ``predicted``.
+
+    Raises:
+        ValueError: no such rule.
+    """
+    rules = get_args(SuperviseRule)
+    if supervise not in rules:
+        raise ValueError(f"supervise={supervise!r} is not one of {', '.join(rules)}")
+    return rules.index(supervise)
+
+
 def compile_rows(
     valid_BS: Tensor,
     segment_BS: Tensor,
@@ -129,8 +141,7 @@ def compile_rows(
     Raises:
         ValueError: unknown rule, or shapes that differ.
     """
-    if supervise not in get_args(SuperviseRule):
-        raise ValueError(f"supervise={supervise!r} is not one of {', '.join(get_args(SuperviseRule))}")
+    offset = rule_offset(supervise)
     shapes = {tuple(x.shape) for x in (valid_BS, segment_BS, position_BS, answer_BS)}
     if len(shapes) != 1 or valid_BS.dim() != 2:
         raise ValueError(f"valid, segment, position and answer must share one shape [B, S], got {shapes}")
@@ -156,7 +167,6 @@ def compile_rows(
         address_BR = torch.where(legal_BR, address_BR, filler)
 
     remaining_BR = remaining_BS.flatten()[address_BR] * legal_BR
-    offset = get_args(SuperviseRule).index(supervise)
     named_BR = answer_BS.flatten()[address_BR + remaining_BR.clamp(max=offset)]
     supervised_BR = legal_BR & (remaining_BR >= offset) & named_BR
     segment_BR = torch.where(legal_BR, segment_BS.flatten()[address_BR], -1)

@@ -43,13 +43,13 @@ DRAFTER_FIELDS = (
 )
 
 _WAYS_OUT = {
-    "target": "pass target=<the recorded source>, or retrain (rebuild the store) for this target",
+    "target": "pass target.source=<the recorded source>, or retrain (rebuild the store) for this target",
     "taps": "use the recorded taps, or retrain (rebuild the store) with these",
     "tap_norm": "use the recorded tap norm, or retrain (rebuild the store)",
     "layout": "rebuild the feature store with this version",
     "feature_dtype": "load the target in the recorded type, or rebuild the feature store",
-    "head": "pass target=<the recorded source>, or retrain against this head",
-    "embedding": "pass target=<the recorded source>, or retrain against this embedding",
+    "head": "pass target.source=<the recorded source>, or retrain against this head",
+    "embedding": "pass target.source=<the recorded source>, or retrain against this embedding",
     "dtype_policy": "set the recorded precision, or rebuild (retrain) with this one",
     "drafter": "take the drafter settings from the checkpoint, or train a new drafter",
     "draft_vocabulary": "keep the map stored beside the draft head; a head never gets a new map",

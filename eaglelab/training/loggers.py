@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import netrc
 import os
 from typing import Any
+from urllib.parse import urlparse
 
 
 def wandb_logger(**settings: Any) -> Any:
     """A W&B logger: online where someone is logged in, offline otherwise (``WANDB_MODE`` wins)."""
-    import wandb
     from lightning.pytorch.loggers import WandbLogger
 
     if "WANDB_MODE" not in os.environ:
-        settings["offline"] = not (os.environ.get("WANDB_API_KEY") or wandb.api.api_key)
+        settings["offline"] = not logged_in()
     return WandbLogger(**settings)
+
+
+def logged_in() -> bool:
+    """Whether W&B credentials are at hand: ``WANDB_API_KEY``, or what ``wandb login`` leaves in the netrc file."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
+    try:
+        return host is not None and netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False

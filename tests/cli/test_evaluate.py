@@ -81,7 +81,9 @@ def test_a_target_that_does_not_fit_is_refused(trained, tmp_path):
     from tests.variants.conftest import tiny_target
 
     tiny_target().model.save_pretrained(tmp_path / "other")
-    done = run("evaluate", f"run={trained}", f"target={tmp_path / 'other'}", "limit=1", cwd=tmp_path, check=False)
+    done = run(
+        "evaluate", f"run={trained}", f"target.source={tmp_path / 'other'}", "limit=1", cwd=tmp_path, check=False
+    )
     assert done.returncode == 1
     assert "holds a drafter of another target: field target" in done.stderr
     assert "Way out" in done.stderr

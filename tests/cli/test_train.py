@@ -75,22 +75,33 @@ def test_resumed_and_interrupted_training_equals_uninterrupted_bit_for_bit(tmp_p
     assert len(list((tmp_path / "cut" / "csv").rglob("metrics.csv"))) == 2
 
 
-def test_wandb_offline(tmp_path):
-    environment = dict(os.environ) | {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+def test_wandb_is_offline_for_those_who_are_not_logged_in(tmp_path):
+    hidden = ("WANDB_MODE", "WANDB_API_KEY")
+    environment = {k: v for k, v in os.environ.items() if k not in hidden} | {"NETRC": str(tmp_path / "none")}
     job = command("train", *SMALL, "trainer.max_steps=2", "logger=wandb", "hydra.run.dir=run")
     done = subprocess.run(job, cwd=tmp_path, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     assert list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
 
 
-@pytest.mark.parametrize("variant", ["hass", "eagle3"])
-def test_two_processes_equal_one_with_the_doubled_batch(variant, tmp_path):
-    """gloo; losses are normalised over the supervised rows of both processes, which differ."""
-    job = [*SMALL, f"variant={variant}", "trainer.max_steps=3", "optim.warmup_steps=0", "logger=none"]
-    run("train", *job, "trainer=ddp", "trainer.accelerator=cpu", "hydra.run.dir=two", cwd=tmp_path)
+@pytest.mark.parametrize("variant", [["hass", "variant.eagle_share=0"], ["eagle3"]])
+def test_two_processes_give_the_gradients_of_one_with_the_doubled_batch(variant, tmp_path):
+    """gloo; losses are normalised over the supervised rows of both processes, which differ.
+
+    AdamW's first moment after one step is a tenth of the gradient; weights would show rounding magnified.
+    """
+    name, *settings = variant
+    job = [*SMALL, f"variant={name}", *settings, "trainer.max_steps=1", "optim.name=adamw", "logger=none"]
+    run("train", *job, "data.batch_size=2", "trainer=ddp", "trainer.accelerator=cpu", "hydra.run.dir=two", cwd=tmp_path)
     run("train", *job, "data.batch_size=4", "hydra.run.dir=one", cwd=tmp_path)
-    for (name, one), two in zip(weights(tmp_path / "one").items(), weights(tmp_path / "two").values(), strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5, msg=name)
+    moments = []
+    for folder in ("one", "two"):
+        checkpoint = torch.load(tmp_path / folder / "checkpoints" / "last.ckpt", weights_only=True)
+        moments.append([state["exp_avg"] for state in checkpoint["optimizer_states"][0]["state"].values()])
+    assert len(moments[0]) >= 10
+    for one, two in zip(*moments, strict=True):
+        assert one.abs().max() > 0
+        assert (one - two).abs().max() < 1e-5 * one.abs().max()
 
 
 @pytest.mark.parametrize(

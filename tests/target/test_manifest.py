@@ -88,7 +88,7 @@ def test_a_difference_names_field_values_and_way_out(name: str) -> None:
 
 def test_the_way_back_to_the_recorded_target_is_spelled_out() -> None:
     other = replace(MANIFEST, target=replace(TARGET, weights="x" * 64))
-    with pytest.raises(ManifestMismatch, match=r"pass target=some/model .*or retrain") as caught:
+    with pytest.raises(ManifestMismatch, match=r"pass target.source=some/model .*or retrain") as caught:
         MANIFEST.require_same(other)
     assert "w" * 64 in str(caught.value)
     assert "x" * 64 in str(caught.value)
