@@ -78,7 +78,6 @@ class HassModule(EagleModule):
             raise ValueError(f"variant.eagle_share={eagle_share} must be in [0, 1)")
         if top_k < 1:
             raise ValueError(f"variant.top_k={top_k} must be at least 1; top_weight=0 switches the term off")
-        self.all_passes = passes
         self.eagle_share = eagle_share
         self.top_k = top_k
         self.top_weight = top_weight
@@ -103,7 +102,7 @@ class HassModule(EagleModule):
 
     @property
     def num_passes(self) -> int:
-        return 1 if self.is_eagle_yet else self.all_passes
+        return 1 if self.is_eagle_yet else len(self.pass_weights)
 
     def passes(self, view: View) -> Iterator[Pass]:
         weight = 0.0 if self.is_eagle_yet else self.top_weight
