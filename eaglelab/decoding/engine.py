@@ -1,34 +1,50 @@
-"""The speculative engine: draft a tree, verify it, publish what the target confirms.
+"""The speculative engine: draft trees, verify them, publish what the target confirms.
 
-Letters: B batch, N prompt rows, R flat rows.
+Letters: B batch, N prompt rows, R flat rows, L levels of a tree with the root's, K children, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
-from eaglelab.decoding import verify
+from eaglelab.decoding import sampling as law
+from eaglelab.decoding.admission import StopIds, check_memory, requests_for
+from eaglelab.decoding.prefill import prefill
 from eaglelab.decoding.protocol import Drafter, DraftSeed, TreePolicy, last_rows
-from eaglelab.decoding.records import GenerationResult, RoundRecord, Stopwatch
-from eaglelab.decoding.state import DecodeState, DraftRows, Request, stack_features
+from eaglelab.decoding.records import GenerationResult, NodeRecord, RoundRecord, Stopwatch, node_records
+from eaglelab.decoding.residual import accept_sampled
+from eaglelab.decoding.sampling import Sampling
+from eaglelab.decoding.state import DecodeState, Request
 from eaglelab.decoding.transaction import Transaction
-from eaglelab.decoding.tree import FlatTree, root_only
+from eaglelab.decoding.tree import FlatTree, Tree, root_only
+from eaglelab.decoding.verify import Decision, HostDecision, follow
+from eaglelab.target.experts import ExpertWatch
 
 if TYPE_CHECKING:
     from eaglelab.target.frozen import FrozenTarget
 
+Samplings = Sampling | Sequence[Sampling] | None
+
 
 class Engine:
-    """Greedy decoding of a target, with a drafter or, through the same code, without.
+    """Decodes with a drafter or, through the same code, without; one prompt or a changing batch of them.
+
+    Whatever the drafter proposes, greedy output is that of plain greedy decoding and sampled output has the law of
+    plain sampling (with a deterministic tree it is the same text, see `eaglelab.decoding.sampling`).
 
     Args:
         target: decides every token.
         drafter: proposes tokens; None decodes plainly.
         tree: which candidates to draft; given exactly when a drafter is.
-        capacity: target rows per generation; None makes room for each request.
+        capacity: target rows per sequence; None makes room for each request.
+        max_kv_bytes: most memory for the target's keys and values; None: what the device has free.
+        record_nodes: put confidences, acceptances and expert unions into every round's record.
 
     Raises:
         ValueError: a drafter without a tree or the other way round.
@@ -41,6 +57,8 @@ class Engine:
         tree: TreePolicy | None = None,
         *,
         capacity: int | None = None,
+        max_kv_bytes: int | None = None,
+        record_nodes: bool = False,
     ) -> None:
         if (drafter is None) != (tree is None):
             raise ValueError(
@@ -50,171 +68,286 @@ class Engine:
         self.drafter = drafter
         self.tree = tree
         self.capacity = capacity
+        self.max_kv_bytes = max_kv_bytes
+        self.record_nodes = record_nodes
         self.taps = () if drafter is None else tuple(drafter.taps)
+        self._experts = ExpertWatch(target) if record_nodes and ExpertWatch.supported(target) else None
+        self._rounds = 0
 
-    def round(self, state: DecodeState) -> RoundRecord:
-        """One speculative round; see `Transaction` for what an exception leaves behind."""
+    # ---- a round --------------------------------------------------------------------------------------------
+
+    def round(self, state: DecodeState) -> list[RoundRecord]:
+        """One speculative round of every sequence; see `Transaction` for what an exception leaves behind."""
         watch = Stopwatch(self.target.device)
         with torch.inference_mode(), Transaction(state, self.drafter) as transaction:
-            flat = self._draft(state)
+            drafting = self._drafting(state)
+            tree, generators = self._draft(state, drafting)
             watch.mark()
-            verified = self.target.forward_rows(
-                flat.tokens_BR,
-                state.length_B1 + flat.topology.depth_BR,
-                state.cache,
-                ancestor_BNN=flat.mask_BRR,
-                taps=self.taps if state.draft is not None else (),
-            )
-            decision = verify.greedy(verified.logits_BNV, flat)
+            drafted = root_only(state.frontier_B1) if tree is None else tree.flatten(state.frontier_B1)
+            flat = drafted.only_for(drafting)
+            position_BR = state.length_B1 + flat.topology.depth_BR
+            ancestor_BRR = flat.mask_BRR
+            watch.mark()
+            with self._experts or nullcontext():
+                verified = self.target.forward_rows(
+                    flat.tokens_BR,
+                    position_BR,
+                    state.cache,
+                    ancestor_BNN=ancestor_BRR,
+                    taps=self.taps if any(request.drafting for request in state.requests) else (),
+                    count_B=None if flat is drafted else [flat.rows if one else 1 for one in drafting],
+                )
+            decision = self._decide(state, verified.logits_BNV, flat, drafted, drafting, generators)
             host = decision.to_host()  # the round's one host sync
             watch.mark()
-            (publication,) = transaction.commit(decision, host, verified)
+            nodes = self._nodes(drafted, drafting, host)
+            publications = transaction.commit(decision, host, verified)
         watch.mark()
-        return RoundRecord(
-            drafted=flat.nodes,
-            verified=flat.rows,
-            accepted=publication.accepted,
-            reached=len(host.published[0]) - 1,
-            published=len(publication.tokens),
-            stop_reason=publication.stop_reason,
-            watch=watch,
-        )
+        row_bytes = getattr(state.draft, "row_bytes", 0)
+        self._rounds += 1
+        return [
+            RoundRecord(
+                request=request.number,
+                round=self._rounds,
+                batch=state.batch,
+                expanded=flat.expanded if drafts else 0,
+                drafted=flat.nodes if drafts else 0,
+                verified=flat.rows if drafts else 1,
+                accepted=publication.accepted,
+                reached=len(published) - 1,
+                published=len(publication.tokens),
+                stop_reason=publication.stop_reason,
+                target_kv_bytes=(flat.rows if drafts else 1) * state.cache.row_bytes,
+                draft_kv_bytes=self.tree.max_step_rows * row_bytes if drafts and self.tree else 0,
+                watch=watch,
+                nodes=node,
+            )
+            for request, publication, published, drafts, node in zip(
+                state.requests, publications, host.published, drafting, nodes, strict=True
+            )
+        ]
 
-    def _draft(self, state: DecodeState) -> FlatTree:
-        """This round's tree, or the bare root when there is no room or no need for one."""
-        if self.drafter is None or self.tree is None or not self._may_draft(state):
-            return root_only(state.frontier_B1)
-        self._reseed(state)
-        if all(request.max_tokens - len(request.tokens) == 1 for request in state.requests):
-            return root_only(state.frontier_B1)
-        assert state.seed_B1d is not None
-        seed = DraftSeed(state.seed_B1d, state.length_B1 - 1)
-        return self.tree.draft(self.drafter, state.draft, seed).flatten(state.frontier_B1)
+    def _nodes(self, flat: FlatTree, drafting: list[bool], host: HostDecision) -> Sequence[NodeRecord | None]:
+        if not self.record_nodes:
+            return [None] * len(drafting)
+        real_BR = torch.ones(len(drafting), flat.rows, dtype=torch.bool)
+        real_BR[[not one for one in drafting], 1:] = False
+        experts = None if self._experts is None else self._experts.union(real_BR)
+        return node_records(flat, drafting, host.rows, experts)
 
-    def _may_draft(self, state: DecodeState) -> bool:
-        """False from the first round on whose deepest node would pass the last position or slot."""
-        assert self.drafter is not None and self.tree is not None
-        if state.draft is None:
-            return False
+    @torch.inference_mode()
+    def _drafting(self, state: DecodeState) -> list[bool]:
+        """Which sequences get a tree in this round. One whose deepest node could pass the last position or slot
+        drafts no more; one that may publish a single token has no use for a tree."""
+        if self.drafter is None or self.tree is None:
+            return [False] * state.batch
         positions = min(self.target.max_positions, self.drafter.max_positions)
-        fits = (
-            state.length + self.tree.max_depth < positions and state.length + 1 + self.tree.max_nodes <= state.capacity
-        )
-        if not fits:
-            state.draft = state.pending = state.seed_B1d = None
-        return fits
+        for request in state.requests:
+            length = len(request.tokens) - 1
+            fits = length + self.tree.max_depth < positions and length + 1 + self.tree.max_nodes <= state.capacity
+            request.drafting = request.drafting and fits
+        self._reseed(state)
+        return [request.drafting and request.max_tokens - len(request.tokens) > 1 for request in state.requests]
 
     def _reseed(self, state: DecodeState) -> None:
         """Give the drafter the target-derived rows that it has not seen."""
         rows = state.pending
         if rows is None or self.drafter is None:
             return
-        hidden_BNd = self.drafter.extend(state.draft, rows.features_BNF, rows.tokens_BN, rows.position_BN, rows.counts)
-        state.seed_B1d, state.pending = last_rows(hidden_BNd, rows.counts), None
+        counts = [n if request.drafting else 0 for n, request in zip(rows.counts, state.requests, strict=True)]
+        if any(counts):
+            self.drafter.truncate(state.draft, rows.starts)  # an interrupt may have struck behind extend
+            last = min(self.target.max_positions, self.drafter.max_positions) - 1  # padding may lie behind it
+            position_BN = rows.position_BN.clamp(max=last)
+            hidden_BNd = self.drafter.extend(state.draft, rows.features_BNF, rows.tokens_BN, position_BN, counts)
+            state.seed_B1d = last_rows(hidden_BNd, counts, state.seed_B1d)
+        state.pending = None
 
-    @torch.inference_mode()
+    def _draft(self, state: DecodeState, drafting: list[bool]) -> tuple[Tree | None, Sequence[torch.Generator]]:
+        """This round's trees (None when nobody drafts) and, where nodes are sampled, the streams they came from."""
+        if self.drafter is None or self.tree is None or not any(drafting):
+            return None, ()
+        assert state.seed_B1d is not None
+        position_B1 = state.length_B1 - 1
+        if not all(drafting):
+            drafting_B1 = torch.tensor(drafting).to(position_B1.device, non_blocking=True)[:, None]
+            position_B1 = position_B1 * drafting_B1
+        seed = DraftSeed(state.seed_B1d, position_B1)
+        generators: list[torch.Generator] = []
+        if self.tree.samples:
+            device = self.target.device
+            generators = [request.stream.round(request.place, device) for request in state.requests]
+            settings = [request.sampling for request in state.requests]
+            seed = DraftSeed(
+                state.seed_B1d,
+                position_B1,
+                noise=lambda shape: law.noise(generators, shape),
+                warp=lambda log_p_BWV: law.warp_drafts(log_p_BWV, settings),
+            )
+        return self.tree.draft(self.drafter, state.draft, seed), generators
+
+    def _decide(
+        self,
+        state: DecodeState,
+        logits_BRV: Tensor,
+        flat: FlatTree,
+        drafted: FlatTree,
+        drafting: list[bool],
+        generators: Sequence[torch.Generator],
+    ) -> Decision:
+        """The target's decision on every tree; `flat` is `drafted` without the nodes that nobody may take."""
+        settings = [request.sampling for request in state.requests]
+        L = flat.topology.path_BRL.shape[-1]
+        streams, places = [r.stream for r in state.requests], [r.place for r in state.requests]
+        uniform_BL = law.numbers(settings, streams, places, L, logits_BRV.device)
+        scores_BRV = law.processed(logits_BRV, flat, settings, [request.tokens[:-1] for request in state.requests])
+        decision = follow(law.choose(scores_BRV, flat, settings, uniform_BL), flat)
+        if uniform_BL is None or drafted.proposals is None:
+            return decision
+        p_BRV = law.distribution(scores_BRV, settings)
+        K = drafted.proposals.children_EK.shape[1]
+        sampled = accept_sampled(p_BRV, drafted, law.noise(generators, (L, K)), uniform_BL)
+        if all(drafting):
+            return sampled
+        return sampled.where(torch.tensor(drafting).to(p_BRV.device, non_blocking=True)[:, None], decision)
+
+    # ---- requests come and go -------------------------------------------------------------------------------
+
     def start(
         self,
-        prompt_ids: Sequence[int],
+        prompts: Sequence[Sequence[int]],
         *,
         max_new_tokens: int,
-        stop_ids: frozenset[int] | set[int] | None = None,
+        stop_ids: StopIds = None,
+        sampling: Samplings = None,
+        room: int | None = None,
     ) -> DecodeState:
-        """Prefill target and drafter; publishes the first token.
+        """Prefill target and drafter for a batch of prompts; publishes each one's first token.
 
         Args:
-            prompt_ids: token ids, at least one.
-            max_new_tokens: exact upper limit on new tokens.
-            stop_ids: tokens that end the generation; None takes the target's end tokens.
+            prompts: token ids, at least one per prompt.
+            max_new_tokens: exact upper limit on new tokens per prompt.
+            stop_ids: tokens that end a generation; None takes the target's end tokens.
+            sampling: greedy when None; one for all (prompt i then has its seed + i) or one per prompt.
+            room: most sequences that will be decoded at once; None: these.
 
         Raises:
-            ValueError: empty prompt, no room for a new token, or max_new_tokens < 1.
+            ValueError: an empty prompt, no room for a new token, max_new_tokens < 1, or too little memory.
         """
-        watch = Stopwatch(self.target.device)
-        request = self._request(prompt_ids, max_new_tokens, stop_ids)
-        N, device = len(prompt_ids), self.target.device
-        tree_nodes = 0 if self.tree is None else self.tree.max_nodes
-        capacity = self.capacity or request.max_tokens + tree_nodes
-        tokens_BN = torch.tensor([request.tokens], device=device)
-        position_BN = torch.arange(N, device=device)[None]
-        cache = self.target.new_cache(1, capacity)
-        output = self.target.forward_rows(tokens_BN, position_BN, cache, taps=self.taps, logits="last")
-        root_B1 = output.logits_BNV.argmax(dim=-1)
-        cache.commit(None, [N])
-        state = DecodeState(
-            requests=[request],
-            cache=cache,
-            capacity=capacity,
-            frontier_B1=root_B1,
-            length_B1=torch.full((1, 1), N, device=device),
+        requests = requests_for(
+            self.target,
+            prompts,
+            max_new_tokens=max_new_tokens,
+            stop_ids=stop_ids,
+            sampling=sampling,
+            capacity=self.capacity,
         )
-        request.admit_first(int(root_B1))
-        if self.drafter is not None and self.tree is not None and request.stop_reason is None:
-            state.draft = self.drafter.new_state(1, capacity + self.tree.max_step_rows)
-            state.pending = DraftRows(
-                stack_features(output.features, self.taps),
-                torch.cat([tokens_BN[:, 1:], root_B1], dim=1),
-                position_BN,
-                [N],
-            )
-            if self._may_draft(state):
-                self._reseed(state)
-        watch.mark()
-        state.prefill_s = watch.between(0, 1)
+        room = max(room or 0, len(requests))
+        capacity = self._capacity(requests)
+        check_memory(self.target, room, capacity, self.max_kv_bytes)
+        return self._prefilled(requests, capacity, room)
+
+    def _capacity(self, requests: Sequence[Request]) -> int:
+        nodes = 0 if self.tree is None else self.tree.max_nodes
+        return self.capacity or max(request.max_tokens for request in requests) + nodes
+
+    def _prefilled(self, requests: list[Request], capacity: int, room: int | None) -> DecodeState:
+        began = time.perf_counter()
+        state = prefill(self.target, self.drafter, self.tree, requests, capacity, room)
+        self._drafting(state)
+        for request in requests:
+            request.prefill_s = (time.perf_counter() - began) / len(requests)
         return state
 
-    def _request(
-        self,
-        prompt_ids: Sequence[int],
-        max_new_tokens: int,
-        stop_ids: frozenset[int] | set[int] | None,
-    ) -> Request:
-        N = len(prompt_ids)
-        if N == 0:
-            raise ValueError("empty prompt: decoding needs at least one token to start from")
-        if max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens={max_new_tokens}: ask for at least one token")
-        room = self.target.max_positions if self.capacity is None else self.capacity
-        room = min(room, self.target.max_positions)
-        if room <= N:
-            raise ValueError(
-                f"the prompt has {N} tokens and the context has room for {room}: shorten the "
-                "prompt, or raise the engine's capacity if that is what limits it "
-                f"(the target has {self.target.max_positions} positions)"
-            )
-        wanted = N + max_new_tokens
-        return Request(
-            tokens=list(prompt_ids),
-            prompt_length=N,
-            max_tokens=min(wanted, room),
-            limit_reason="length" if wanted <= room else "context",
-            stop_ids=frozenset(self.target.eos_token_ids if stop_ids is None else stop_ids),
-        )
-
-    def rounds(self, state: DecodeState) -> Iterator[RoundRecord]:
-        """Run rounds until every request has stopped."""
-        while any(request.stop_reason is None for request in state.requests):
+    def rounds(self, state: DecodeState) -> Iterator[list[RoundRecord]]:
+        """Run rounds until every request has stopped; stopped ones leave the batch in between."""
+        while any(state.running):
+            state.retire(self.drafter)
             yield self.round(state)
 
     def generate(
         self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        stop_ids: StopIds = None,
+        sampling: Samplings = None,
+        batch: int = 8,
+        on_round: Callable[[list[RoundRecord]], None] | None = None,
+        on_finish: Callable[[int, GenerationResult], None] | None = None,
+    ) -> list[GenerationResult]:
+        """Decode prompts, up to `batch` at a time; a waiting prompt takes the place of a finished one.
+
+        Args:
+            on_round: called with the records of every round.
+            on_finish: called with the number and the result of every finished prompt, in the order of finishing.
+
+        Other arguments and errors are those of `start`; no prompt is decoded before all of them are checked.
+
+        Returns:
+            One result per prompt, in the order of the prompts.
+        """
+        if batch < 1:
+            raise ValueError(f"batch={batch}: decode at least one prompt at a time")
+        waiting = requests_for(
+            self.target,
+            prompts,
+            max_new_tokens=max_new_tokens,
+            stop_ids=stop_ids,
+            sampling=sampling,
+            capacity=self.capacity,
+        )
+        capacity, room = self._capacity(waiting), min(batch, len(waiting))
+        check_memory(self.target, room, capacity, self.max_kv_bytes)
+        rounds: list[list[RoundRecord]] = [[] for _ in waiting]
+        seconds = [0.0] * len(waiting)
+        results: list[GenerationResult | None] = [None] * len(waiting)
+        state: DecodeState | None = None
+
+        def finish(request: Request) -> None:
+            assert request.stop_reason is not None
+            result = GenerationResult(
+                tokens=request.new_tokens,
+                prompt_length=request.prompt_length,
+                rounds=rounds[request.number],
+                stop_reason=request.stop_reason,
+                prefill_s=request.prefill_s,
+                decode_s=seconds[request.number],
+            )
+            results[request.number] = result
+            if on_finish is not None:
+                on_finish(request.number, result)
+
+        while waiting or state is not None:
+            if state is None:
+                state, waiting = self._prefilled(waiting[:room], capacity, room), waiting[room:]
+            elif waiting and (free := room - state.batch):
+                state.join(self._prefilled(waiting[:free], capacity, None), self.drafter)
+                waiting = waiting[free:]
+            for request in state.retire(self.drafter):
+                finish(request)
+            if not any(state.running):
+                state = None
+            if state is None or (waiting and state.batch < room):
+                continue
+            began = time.perf_counter()
+            records = self.round(state)
+            share = (time.perf_counter() - began) / len(records)
+            for record in records:
+                rounds[record.request].append(record)
+                seconds[record.request] += share
+            if on_round is not None:
+                on_round(records)
+        return [result for result in results if result is not None]
+
+    def generate_one(
+        self,
         prompt_ids: Sequence[int],
         *,
         max_new_tokens: int,
-        stop_ids: frozenset[int] | set[int] | None = None,
+        stop_ids: StopIds = None,
+        sampling: Sampling | None = None,
     ) -> GenerationResult:
-        """Decode one prompt to its end. Arguments and errors are those of `start`."""
-        state = self.start(prompt_ids, max_new_tokens=max_new_tokens, stop_ids=stop_ids)
-        watch = Stopwatch(self.target.device)
-        records = list(self.rounds(state))
-        watch.mark()
-        (request,) = state.requests
-        assert request.stop_reason is not None
-        return GenerationResult(
-            tokens=request.new_tokens,
-            prompt_length=request.prompt_length,
-            rounds=records,
-            stop_reason=request.stop_reason,
-            prefill_s=state.prefill_s,
-            decode_s=watch.between(0, 1),
-        )
+        """Decode one prompt. Arguments and errors are those of `start`."""
+        (result,) = self.generate([prompt_ids], max_new_tokens=max_new_tokens, stop_ids=stop_ids, sampling=sampling)
+        return result

@@ -11,7 +11,7 @@ the tree's root x_n. A node at level l >= 1 has target position n + l and draft 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -36,8 +36,18 @@ class Drafter(Protocol):
     taps: tuple[Any, ...]
     max_positions: int
 
-    def new_state(self, batch: int, capacity: int) -> DraftState:
-        """Empty draft K/V for `batch` sequences of up to `capacity` rows, tree rows included."""
+    def new_state(self, batch: int, capacity: int, room: int | None = None) -> DraftState:
+        """Empty draft K/V for `batch` sequences of up to `capacity` rows, tree rows included.
+
+        `room` is the most sequences that will be there at once (None: `batch`). The state tells the memory of one
+        row as `row_bytes`.
+        """
+
+    def join(self, state: DraftState, other: DraftState) -> None:
+        """Append the sequences of `other`, kept rows only, to those of `state`."""
+
+    def select(self, state: DraftState, order: Sequence[int]) -> None:
+        """Keep the sequences `order`, in that order; each moves towards the front or stays."""
 
     def extend(
         self,
@@ -49,9 +59,12 @@ class Drafter(Protocol):
     ) -> Tensor:
         """Add target-derived rows, whose K/V is kept, and return their outputs [B, N, d].
 
-        Only the first `counts[b]` rows of sequence b are real (all of them when None). All rows
+        Only the first `counts[b]` rows of sequence b are real (all of them when None, none when 0). All rows
         are added or none: a call that raises leaves the kept rows as they were.
         """
+
+    def truncate(self, state: DraftState, lengths: Sequence[int]) -> None:
+        """Keep at most the first `lengths[b]` target-derived rows of sequence b."""
 
     def step(
         self,
@@ -84,10 +97,16 @@ class DraftSeed:
 
     hidden_B1d: the drafter's output at row n-1; it predicts the children of the root.
     position_B1: that row's position, n - 1.
+    noise: shape -> uniform draws in [0, 1) of shape [B, *shape], each sequence from its own stream; for policies that
+        sample their nodes, None for the others.
+    warp: draft log-probabilities [B, W, Vd] at temperature 1 -> those of the distribution to sample from, by each
+        sequence's own settings; comes with `noise`.
     """
 
     hidden_B1d: Tensor
     position_B1: Tensor
+    noise: Callable[[tuple[int, ...]], Tensor] | None = None
+    warp: Callable[[Tensor], Tensor] | None = None
 
     @property
     def batch(self) -> int:
@@ -102,12 +121,15 @@ class TreePolicy(Protocol):
         max_depth: level of the deepest node it may return.
         max_nodes: most nodes it may return, the root not counted.
         max_step_rows: most provisional draft rows it may write in a round.
+        samples: whether its nodes are drawn at random, so that the seed must bring `noise` and `warp` and its trees
+            carry their `Proposals`.
     """
 
     name: str
     max_depth: int
     max_nodes: int
     max_step_rows: int
+    samples: bool
 
     def draft(self, drafter: Drafter, state: DraftState, seed: DraftSeed) -> Tree:
         """Draft one tree per sequence. Provisional draft rows are left to the caller to discard."""
@@ -116,10 +138,12 @@ class TreePolicy(Protocol):
         """What to write beside a result so that it can be repeated."""
 
 
-def last_rows(rows_BNd: Tensor, counts: Sequence[int]) -> Tensor:
-    """[B, N, d] -> [B, 1, d]: each sequence's row number counts[b] - 1."""
+def last_rows(rows_BNd: Tensor, counts: Sequence[int], otherwise_B1d: Tensor | None = None) -> Tensor:
+    """[B, N, d] -> [B, 1, d]: each sequence's row number counts[b] - 1, or `otherwise_B1d` where that is none."""
     N = rows_BNd.shape[1]
     if all(count == N for count in counts):
         return rows_BNd[:, -1:]
-    last_B = torch.tensor(counts, device=rows_BNd.device) - 1
-    return rows_BNd.gather(1, last_B[:, None, None].expand(-1, 1, rows_BNd.shape[-1]))
+    counts_B11 = torch.tensor(counts, device=rows_BNd.device)[:, None, None]
+    index_B1d = (counts_B11 - 1).clamp(min=0).expand(-1, 1, rows_BNd.shape[-1])
+    last_B1d = rows_BNd.gather(1, index_B1d)
+    return last_B1d if otherwise_B1d is None else torch.where(counts_B11 > 0, last_B1d, otherwise_B1d)

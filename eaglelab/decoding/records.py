@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+from eaglelab.decoding.tree import FlatTree
+
+if TYPE_CHECKING:
+    from eaglelab.target.experts import ExpertUnion
 
 
 class Stopwatch:
@@ -37,10 +44,50 @@ class Stopwatch:
 
 
 @dataclass(frozen=True)
-class RoundRecord:
-    """One round of one sequence.
+class NodeRecord:
+    """The drafted nodes of one sequence in one round, in row order; recorded on request.
 
-    drafted: nodes of the draft tree; 0 in a plain round.
+    depth: level of each node, the root's children at 1.
+    confidence: the drafter's probability of each node's whole path, at temperature 1.
+    accepted: whether the node is on the accepted path.
+    experts_union, experts_root: for a mixture-of-experts target, distinct experts per layer that all verified rows
+        touched, and that the root's row alone touched, as a plain step would; None for dense targets.
+    """
+
+    depth: list[int]
+    confidence: list[float]
+    accepted: list[bool]
+    experts_union: list[int] | None = None
+    experts_root: list[int] | None = None
+
+
+def node_records(
+    flat: FlatTree, drafting: Sequence[bool], accepted_rows: Sequence[Sequence[int]], experts: ExpertUnion | None
+) -> list[NodeRecord]:
+    """One record per sequence; those that do not draft have no nodes."""
+    B = len(drafting)
+    nothing: list[list[int] | None] = [None] * B
+    unions, roots = (nothing, nothing) if experts is None else experts.to_host()
+    depths: list[list[int]] = [[]] * B
+    confidences: list[list[float]] = [[]] * B
+    if flat.log_values_BR is not None:
+        depths = flat.topology.depth_BR.expand(B, -1)[:, 1:].tolist()
+        confidences = flat.log_values_BR[:, 1:].exp().tolist()
+    records = []
+    for b, drafts in enumerate(drafting):
+        accepted = [row in set(accepted_rows[b]) for row in range(1, flat.rows)]
+        tree = (depths[b], confidences[b], accepted) if drafts else ([], [], [])
+        records.append(NodeRecord(*tree, experts_union=unions[b], experts_root=roots[b]))
+    return records
+
+
+@dataclass(frozen=True)
+class RoundRecord:
+    """One sequence in one round.
+
+    request: number of the prompt.
+    round: number of the round in its batch; batch: sequences in it.
+    expanded: nodes that the drafter looked at; drafted: nodes kept in the tree; 0 in a plain round.
     verified: rows of the target forward, the root included.
     accepted: draft tokens that were accepted *and published*. A round that ends the generation in
         the middle of its accepted path (end token, length limit) counts what was published.
@@ -48,41 +95,61 @@ class RoundRecord:
     published: tokens added to the output: `accepted + 1`, or `accepted` when the last published
         token was itself a draft token.
     stop_reason: why the generation ended here, or None.
+    target_kv_bytes, draft_kv_bytes: keys and values that were written provisionally in this round.
+    nodes: the tree, where it was asked for.
+
+    Times are this sequence's share: the round's divided by its batch.
     """
 
+    request: int
+    round: int
+    batch: int
+    expanded: int
     drafted: int
     verified: int
     accepted: int
     reached: int
     published: int
     stop_reason: str | None
+    target_kv_bytes: int
+    draft_kv_bytes: int
     watch: Stopwatch = field(repr=False, compare=False)
+    nodes: NodeRecord | None = None
 
     @property
     def draft_s(self) -> float:
         """Feeding the drafter the last accepted rows, and drafting the tree."""
-        return self.watch.between(0, 1)
+        return self.watch.between(0, 1) / self.batch
+
+    @property
+    def pack_s(self) -> float:
+        """Flattening the tree: rows, positions, ancestry mask."""
+        return self.watch.between(1, 2) / self.batch
 
     @property
     def verify_s(self) -> float:
-        """Flattening, the target's forward, acceptance, and the wait for its result."""
-        return self.watch.between(1, 2)
+        """The target's forward, acceptance, and the wait for its result."""
+        return self.watch.between(2, 3) / self.batch
 
     @property
     def commit_s(self) -> float:
-        return self.watch.between(2, 3)
+        return self.watch.between(3, 4) / self.batch
 
-    def to_dict(self) -> dict[str, int | float | str | None]:
+    def to_dict(self) -> dict[str, Any]:
+        """Flat and JSON-ready, times in seconds; see `eaglelab.evaluation.telemetry`."""
+        names = [f.name for f in fields(self) if f.name not in ("watch", "nodes")]
+        nodes = self.nodes
         return {
-            "drafted": self.drafted,
-            "verified": self.verified,
-            "accepted": self.accepted,
-            "reached": self.reached,
-            "published": self.published,
-            "stop_reason": self.stop_reason,
+            **{name: getattr(self, name) for name in names},
             "draft_s": self.draft_s,
+            "pack_s": self.pack_s,
             "verify_s": self.verify_s,
             "commit_s": self.commit_s,
+            "depth": nodes and nodes.depth,
+            "confidence": nodes and nodes.confidence,
+            "node_accepted": nodes and nodes.accepted,
+            "experts_union": nodes and nodes.experts_union,
+            "experts_root": nodes and nodes.experts_root,
         }
 
 
@@ -93,8 +160,9 @@ class GenerationResult:
     tokens: the new tokens, the end token included when there is one. The first comes from the
         prefill, the others from rounds.
     stop_reason: "eos", "length" (max_new_tokens) or "context" (no position or slot left).
-    prefill_s: the prompt's target forward, and its drafter forward when a drafter is used.
-    decode_s: all rounds.
+    prefill_s: the prompt's target forward, and its drafter forward when a drafter is used; a share where several
+        prompts were prefilled together.
+    decode_s: its share of all its rounds.
     """
 
     tokens: list[int]
@@ -107,3 +175,8 @@ class GenerationResult:
     @property
     def accepted(self) -> list[int]:
         return [record.accepted for record in self.rounds]
+
+    @property
+    def tau(self) -> float:
+        """Acceptance length: accepted draft tokens per round, plus one; nan without a round."""
+        return 1 + sum(self.accepted) / len(self.rounds) if self.rounds else float("nan")

@@ -10,7 +10,7 @@ a node up by its token: equal tokens at different nodes are different rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -81,17 +81,39 @@ class Topology:
 
 
 @dataclass(frozen=True)
+class Proposals:
+    """What the children of a sampled tree were drawn from, without replacement.
+
+    Letters: E rows that have children, K most children of a row, Vd draft vocabulary.
+
+    q_BEV: float32 [B, E, Vd], each row's processed draft distribution, summing to 1.
+    slot_R: int64, the place in E of a flat row; -1 for rows without children.
+    children_EK: int64, flat rows of the children in the order in which they were drawn; -1 behind the last.
+    target_ids_V: int64 [Vd], draft id -> target id.
+    """
+
+    q_BEV: Tensor
+    slot_R: Tensor
+    children_EK: Tensor
+    target_ids_V: Tensor
+
+
+@dataclass(frozen=True)
 class FlatTree:
     """A tree laid out as rows of one target forward; see `Topology` for the maps.
 
     tokens_BR: the root's token, then the nodes'.
     log_values_BR: log-probability of each row's path under the drafter; the root's is 0. Unused by
         greedy verification; None when nothing was drafted.
+    proposals: set when the nodes were sampled; they then need the sampled-tree rule at T > 0.
+    expanded: draft nodes that were looked at before the tree was chosen.
     """
 
     tokens_BR: Tensor
     topology: Topology
     log_values_BR: Tensor | None = None
+    proposals: Proposals | None = None
+    expanded: int = 0
 
     @property
     def rows(self) -> int:
@@ -108,6 +130,15 @@ class FlatTree:
             return None
         return self.topology.ancestor_BRR.expand(self.tokens_BR.shape[0], -1, -1)
 
+    def only_for(self, drafting: Sequence[bool]) -> FlatTree:
+        """The other sequences keep their root row alone: their nodes get the token -1, which nothing accepts."""
+        if all(drafting) or self.nodes == 0:
+            return self
+        drafting_B1 = torch.tensor(drafting).to(self.tokens_BR.device, non_blocking=True)[:, None]
+        tokens_BR = torch.where(drafting_B1, self.tokens_BR, -1)
+        tokens_BR[:, 0] = self.tokens_BR[:, 0]
+        return replace(self, tokens_BR=tokens_BR)
+
 
 @dataclass(frozen=True)
 class Tree:
@@ -116,11 +147,15 @@ class Tree:
     tokens_BN: target vocabulary ids. Siblings differ; other nodes may repeat a token.
     log_values_BN: float32, parent's value + log p(token); p at temperature 1.
     topology: parents and depths, shared by all sequences (leading size 1) or one each.
+    proposals: where sampled nodes came from.
+    expanded: nodes that were looked at; those here are the ones retained.
     """
 
     tokens_BN: Tensor
     log_values_BN: Tensor
     topology: Topology
+    proposals: Proposals | None = None
+    expanded: int = 0
 
     @property
     def parents_BN(self) -> Tensor:
@@ -135,7 +170,7 @@ class Tree:
         """Put the root's token in row 0 and the nodes after it."""
         tokens_BR = torch.cat([root_B1, self.tokens_BN], dim=1)
         log_values_BR = torch.nn.functional.pad(self.log_values_BN, (1, 0))
-        return FlatTree(tokens_BR, self.topology, log_values_BR)
+        return FlatTree(tokens_BR, self.topology, log_values_BR, self.proposals, self.expanded)
 
 
 _ROOT_ONLY: dict[torch.device, Topology] = {}

@@ -5,6 +5,7 @@ Letters: B batch, R flat rows (root first), V vocabulary, L rows of a path (deep
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,14 +29,27 @@ class Decision:
     rows_BL: Tensor
     published_BL: Tensor
 
+    def where(self, take_B1: Tensor, other: Decision) -> Decision:
+        """This decision for the sequences in `take_B1` (bool), the other one for the rest."""
+        return Decision(
+            torch.where(take_B1[:, 0], self.accepted_B, other.accepted_B),
+            torch.where(take_B1, self.rows_BL, other.rows_BL),
+            torch.where(take_B1, self.published_BL, other.published_BL),
+        )
+
     def to_host(self) -> HostDecision:
-        """Bring the real entries to the host. The one host sync of a round."""
+        """Bring the real entries to the host. The one host sync of a round.
+
+        Raises:
+            FloatingPointError: a token could not be chosen.
+        """
         packed = torch.cat([self.accepted_B[:, None], self.rows_BL, self.published_BL], dim=1)
         L = self.rows_BL.shape[1]
         rows, published = [], []
         for accepted, *line in packed.tolist():
             rows.append(line[: accepted + 1])
             published.append(line[L : L + accepted + 1])
+            check_chosen(published[-1])
         return HostDecision(rows, published)
 
 
@@ -47,26 +61,40 @@ class HostDecision:
     published: list[list[int]]
 
 
-def greedy(logits_BRV: Tensor, flat: FlatTree) -> Decision:
-    """Accept the longest path that follows the target's argmax, then take the argmax at its end.
+def check_chosen(tokens: Sequence[int]) -> None:
+    """Raises FloatingPointError for a negative id: no token could be chosen."""
+    if min(tokens) < 0:
+        raise FloatingPointError(
+            "the target's scores hold a NaN or leave no token possible, so no next token can be chosen; "
+            "check its weights, its precision (dtype=float32) and the logits processors"
+        )
 
-    Equal logits resolve to the lowest id, as `torch.argmax` does; half-precision logits compare
-    as their float32 values would, so they need no conversion. Siblings carry different tokens,
-    hence the accepted rows form one path. Source: contracts, section 6.
+
+def follow(chosen_BR: Tensor, flat: FlatTree) -> Decision:
+    """Accept the longest path whose tokens are those that the target chose, then publish its choice at the end.
+
+    Exact for every deterministic tree, whatever the target's rule. Greedy: the choice is the argmax. Sampling: the
+    choice is one draw y from the row's processed distribution p; that y is child x has probability p(x), and that it
+    is none of the children leaves p without them, renormalised, which is what trying the children one after the
+    other with draft mass 1 gives. Source: contracts, section 6.
+
+    Args:
+        chosen_BR: the token that the target chooses after each row.
+        flat: the tree. Siblings carry different tokens, hence the accepted rows form one path; a negative token is
+            never accepted.
     """
     tree = flat.topology
-    best_BR = logits_BRV.argmax(dim=-1)
-    B, R = best_BR.shape
+    B, R = chosen_BR.shape
     if R == 1:
-        return Decision(best_BR.new_zeros(B), best_BR.new_zeros(B, 1), best_BR)
+        return Decision(chosen_BR.new_zeros(B), chosen_BR.new_zeros(B, 1), chosen_BR)
     parent_BR = tree.parent_BR.expand(B, -1)
-    follows_BR = flat.tokens_BR == best_BR.gather(1, parent_BR)
+    follows_BR = flat.tokens_BR == chosen_BR.gather(1, parent_BR)
     follows_BR[:, 0] = True
     accepted_BR = (follows_BR[:, None, :] | ~tree.ancestor_BRR).all(dim=-1)
     depth_BR = tree.depth_BR * accepted_BR
     accepted_B, deepest_B = depth_BR.max(dim=1)
     rows_BL = _path_to(deepest_B, tree.path_BRL)
-    return Decision(accepted_B, rows_BL, best_BR.gather(1, rows_BL))
+    return Decision(accepted_B, rows_BL, chosen_BR.gather(1, rows_BL))
 
 
 def _path_to(row_B: Tensor, path_BRL: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from eaglelab.drafters.config import DrafterConfig
 from eaglelab.drafters.layers import Attend
 from eaglelab.drafters.network import DraftNetwork
-from eaglelab.target import FrozenTarget, Tap
+from eaglelab.target import FrozenTarget, Tap, moves
 
 
 class DraftState:
@@ -29,17 +29,28 @@ class DraftState:
         provisional: tree rows written behind them, the same count in every sequence.
     """
 
-    def __init__(self, config: DrafterConfig, batch: int, capacity: int, like: Tensor) -> None:
-        shape = (batch, config.num_key_value_heads, capacity, config.head_dim)
-        self.keys_BGCD, self.values_BGCD = like.new_empty(shape), like.new_empty(shape)
+    def __init__(self, config: DrafterConfig, batch: int, capacity: int, like: Tensor, room: int | None = None) -> None:
+        self.room = max(batch, room or 0)
+        shape = (self.room, config.num_key_value_heads, capacity, config.head_dim)
+        self._keys_BGCD, self._values_BGCD = like.new_zeros(shape), like.new_zeros(shape)
         self.capacity = capacity
-        self.lengths = [0] * batch
         self.provisional = 0
+        self.lengths = [0] * batch
 
     @property
-    def bytes(self) -> int:
-        """Memory of the slots."""
-        return 2 * self.keys_BGCD.numel() * self.keys_BGCD.element_size()
+    def lengths(self) -> list[int]:
+        return self._lengths
+
+    @lengths.setter
+    def lengths(self, lengths: list[int]) -> None:
+        self._lengths = lengths
+        self.uniform = len(set(lengths)) == 1
+        self._length_B1 = None if self.uniform else torch.tensor(lengths, device=self._keys_BGCD.device)[:, None]
+
+    @property
+    def row_bytes(self) -> int:
+        """Memory of one row's key and value."""
+        return 2 * self._keys_BGCD[0, :, 0].numel() * self._keys_BGCD.element_size()
 
     def write(self, k_BGND: Tensor, v_BGND: Tensor) -> tuple[Tensor, Tensor]:
         """Store N rows behind what is there; return all slots up to the last written one [B, G, K, D].
@@ -47,24 +58,65 @@ class DraftState:
         Raises:
             ValueError: the slots are full.
         """
-        N = k_BGND.shape[2]
-        starts = [length + self.provisional for length in self.lengths]
-        end = max(starts) + N
+        B, N = k_BGND.shape[0], k_BGND.shape[2]
+        end = max(self.lengths) + self.provisional + N
         if end > self.capacity:
             raise ValueError(f"draft slots: {end} rows needed, capacity is {self.capacity}; ask for more in new_state")
-        if len(set(starts)) == 1:
-            self.keys_BGCD[:, :, starts[0] : end] = k_BGND
-            self.values_BGCD[:, :, starts[0] : end] = v_BGND
+        keys_BGCD, values_BGCD = self._keys_BGCD[:B], self._values_BGCD[:B]
+        if self._length_B1 is None:
+            keys_BGCD[:, :, end - N : end] = k_BGND
+            values_BGCD[:, :, end - N : end] = v_BGND
         else:
-            for b, start in enumerate(starts):
-                self.keys_BGCD[b, :, start : start + N] = k_BGND[b]
-                self.values_BGCD[b, :, start : start + N] = v_BGND[b]
-        return self.keys_BGCD[:, :, :end], self.values_BGCD[:, :, :end]
+            batch_B1 = torch.arange(B, device=k_BGND.device)[:, None]
+            slot_BN = self._length_B1 + self.provisional + torch.arange(N, device=k_BGND.device)
+            keys_BGCD[batch_B1, :, slot_BN] = k_BGND.transpose(1, 2)
+            values_BGCD[batch_B1, :, slot_BN] = v_BGND.transpose(1, 2)
+        return keys_BGCD[:, :, :end], values_BGCD[:, :, :end]
 
-    def committed_mask(self, K: int) -> Tensor:
-        """bool [B, K]: slots that hold committed rows."""
-        slot_K = torch.arange(K, device=self.keys_BGCD.device)
-        return slot_K < torch.tensor(self.lengths, device=slot_K.device)[:, None]
+    def causal_mask(self, N: int, K: int) -> Tensor:
+        """bool [B or 1, 1, N, K]: N new rows see the committed ones and each other's past."""
+        device = self._keys_BGCD.device
+        start = self.lengths[0] if self._length_B1 is None else self._length_B1[..., None]
+        last_BN1 = start + torch.arange(N, device=device)[None, :, None]
+        return (torch.arange(K, device=device) <= last_BN1)[:, None]
+
+    def tree_mask(self, ancestor_BWP: Tensor | None, W: int, K: int) -> Tensor:
+        """bool [B or 1, 1, W, K]: W new rows see the committed ones and the given provisional ones behind them."""
+        device, P = self._keys_BGCD.device, self.provisional + W
+        if ancestor_BWP is None:
+            ancestor_BWP = torch.ones(1, W, P, dtype=torch.bool, device=device)
+        if self._length_B1 is None:
+            return F.pad(ancestor_BWP, (K - P, 0), value=True)[:, None]
+        place_BK = torch.arange(K, device=device) - self._length_B1  # among the provisional rows
+        B = place_BK.shape[0]
+        index_BWK = place_BK.clamp(0, P - 1)[:, None].expand(B, W, K)
+        seen_BWK = ancestor_BWP.expand(B, -1, -1).gather(2, index_BWK)
+        inside_B1K = ((place_BK >= 0) & (place_BK < P))[:, None]
+        return ((place_BK < 0)[:, None] | (inside_B1K & seen_BWK))[:, None]
+
+    def join(self, other: DraftState) -> None:
+        """Copy the committed rows of ``other``'s sequences behind the sequences here.
+
+        Raises:
+            ValueError: no room for them, or one of them is longer than the capacity.
+        """
+        assert self.provisional == other.provisional == 0, "discard the last round's tree first"
+        first, end, longest = len(self.lengths), len(self.lengths) + len(other.lengths), max(other.lengths)
+        if end > self.room or longest > self.capacity:
+            raise ValueError(
+                f"draft slots: {end} sequences of {longest} rows needed, "
+                f"there is room for {self.room} of {self.capacity}"
+            )
+        self._keys_BGCD[first:end, :, :longest] = other._keys_BGCD[: len(other.lengths), :, :longest]
+        self._values_BGCD[first:end, :, :longest] = other._values_BGCD[: len(other.lengths), :, :longest]
+        self.lengths = self.lengths + other.lengths
+
+    def select(self, order: Sequence[int]) -> None:
+        """Keep the sequences ``order``, in that order (:func:`eaglelab.target.closing_order`)."""
+        for new, old in moves(order):
+            for slots in (self._keys_BGCD, self._values_BGCD):
+                slots[new, :, : self.lengths[old]] = slots[old, :, : self.lengths[old]]
+        self.lengths = [self.lengths[old] for old in order]
 
 
 class SlotDrafter:
@@ -83,9 +135,9 @@ class SlotDrafter:
         self.taps = taps
         self.max_positions = network.config.max_position_embeddings
 
-    def new_state(self, batch: int, capacity: int) -> DraftState:
-        """Empty slots for ``batch`` sequences of up to ``capacity`` rows, provisional ones included."""
-        return DraftState(self.network.config, batch, capacity, like=next(self.network.parameters()))
+    def new_state(self, batch: int, capacity: int, room: int | None = None) -> DraftState:
+        """Empty slots for ``batch`` sequences (``room`` in all) of ``capacity`` rows, provisional ones included."""
+        return DraftState(self.network.config, batch, capacity, like=next(self.network.parameters()), room=room)
 
     @torch.no_grad()
     def extend(
@@ -114,20 +166,23 @@ class SlotDrafter:
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys, values = state.write(k, v)
             K = keys.shape[2]
-            if N == 1 and len(set(state.lengths)) == 1:
+            if N == 1 and state.uniform:
                 return F.scaled_dot_product_attention(q, keys, values, enable_gqa=True)
             if K == N:
                 return F.scaled_dot_product_attention(q, keys, values, is_causal=True, enable_gqa=True)
-            slot_K = torch.arange(K, device=q.device)
-            last_BN = torch.tensor(state.lengths, device=q.device)[:, None] + torch.arange(N, device=q.device)
-            visible_BNK = slot_K <= last_BN[..., None]
-            return F.scaled_dot_product_attention(q, keys, values, attn_mask=visible_BNK[:, None], enable_gqa=True)
+            return F.scaled_dot_product_attention(q, keys, values, attn_mask=state.causal_mask(N, K), enable_gqa=True)
 
         fused_BNd = self.network.fuse(features_BNF)
         hidden_BNd = self._forward(fused_BNd, tokens_BN, position_BN, attend)
         counts = [N] * len(state.lengths) if counts is None else counts
         state.lengths = [length + count for length, count in zip(state.lengths, counts, strict=True)]
         return hidden_BNd
+
+    def truncate(self, state: DraftState, lengths: Sequence[int]) -> None:
+        """Keep at most the first ``lengths[b]`` committed rows of sequence b."""
+        kept = [min(have, wanted) for have, wanted in zip(state.lengths, lengths, strict=True)]
+        if kept != state.lengths:
+            state.lengths = kept
 
     @torch.no_grad()
     def step(
@@ -157,13 +212,21 @@ class SlotDrafter:
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys, values = state.write(k, v)
             mask = None
-            if ancestor_BWP is not None or len(set(state.lengths)) > 1:
-                mask = self._tree_mask(state, ancestor_BWP, W, keys.shape[2])
+            if ancestor_BWP is not None or not state.uniform:
+                mask = state.tree_mask(ancestor_BWP, W, keys.shape[2])
             return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=True)
 
         hidden_BWd = self._forward(hidden_BWd, tokens_BW, position_BW, attend)
         state.provisional += W
         return hidden_BWd
+
+    def join(self, state: DraftState, other: DraftState) -> None:
+        """Append the sequences of ``other``."""
+        state.join(other)
+
+    def select(self, state: DraftState, order: Sequence[int]) -> None:
+        """Keep the sequences ``order``, in that order."""
+        state.select(order)
 
     def discard(self, state: DraftState) -> None:
         """Drop the provisional rows; committed rows stay."""
@@ -180,17 +243,3 @@ class SlotDrafter:
 
     def _forward(self, state_BNd: Tensor, tokens_BN: Tensor, position_BN: Tensor, attend: Attend) -> Tensor:
         return self.network(state_BNd, self.target.embed(tokens_BN), position_BN, attend)
-
-    @staticmethod
-    def _tree_mask(state: DraftState, ancestor_BWP: Tensor | None, W: int, K: int) -> Tensor:
-        """bool [B, 1, W, K]: committed slots plus the given provisional ones behind them."""
-        P = state.provisional + W
-        if ancestor_BWP is not None and len(set(state.lengths)) == 1:
-            return F.pad(ancestor_BWP, (K - P, 0), value=True)[:, None]
-        committed_BK = state.committed_mask(K)
-        if ancestor_BWP is None:
-            ancestor_BWP = torch.ones(len(state.lengths), W, P, dtype=torch.bool, device=committed_BK.device)
-        mask_BWK = committed_BK[:, None].repeat(1, W, 1)
-        for b, length in enumerate(state.lengths):
-            mask_BWK[b, :, length : length + P] = ancestor_BWP[b if ancestor_BWP.shape[0] > 1 else 0]
-        return mask_BWK[:, None]

@@ -1,14 +1,14 @@
 """Decode prompts with and without the drafter, alternately in one process, and compare.
 
-Alternating answer by answer (and swapping the order every time) keeps slow drifts of the machine,
-such as its clock or other jobs, out of the speed-up.
+Alternating answer by answer, or batch by batch, and swapping the order every time keeps slow drifts of the
+machine, such as its clock or other jobs, out of the speed-up.
 """
 
 from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,16 +16,13 @@ import transformers
 from tqdm import tqdm
 
 import eaglelab
-from eaglelab.data.chat import encode_prompt
-from eaglelab.data.conversations import Conversation, Message
-from eaglelab.decoding import Drafter, Engine, GenerationResult, TreePolicy
+from eaglelab.data.conversations import Conversation
+from eaglelab.decoding import Drafter, Engine, GenerationResult, Sampling, TreePolicy
+from eaglelab.evaluation.chats import Chat, Decode, Encode, chat_decoder, chat_encoder
 from eaglelab.evaluation.metrics import Timing, TurnRecord, summarize
 
 if TYPE_CHECKING:
     from eaglelab.target.frozen import FrozenTarget
-
-Encode = Callable[[list[Message]], Sequence[int]]  # messages -> prompt ids
-Decode = Callable[[Sequence[int]], str]  # answer ids -> text, for the next turn
 
 
 @dataclass(frozen=True)
@@ -38,7 +35,8 @@ class Settings:
     ignore_eos: decode to the length limit.
     check_generate: also compare the ids with `model.generate(do_sample=False)`; slow.
     warmup: answers decoded both ways before anything is measured.
-    temperature: 0, greedy; nothing else yet.
+    sampling: how tokens are chosen; prompt i has its seed + i, with the drafter and without.
+    batch: prompts that are decoded together.
     """
 
     max_new_tokens: int = 128
@@ -46,12 +44,18 @@ class Settings:
     ignore_eos: bool = False
     check_generate: bool = False
     warmup: int = 1
-    temperature: float = 0.0
+    sampling: Sampling = field(default_factory=Sampling)
+    batch: int = 1
     progress: bool = True
 
     def __post_init__(self) -> None:
-        if self.temperature != 0:
-            raise ValueError(f"temperature={self.temperature}: evaluation decodes greedily for now; use 0")
+        if self.check_generate and (not self.sampling.greedy or self.sampling.in_context):
+            raise ValueError(
+                "check_generate=true compares ids with the library's plain greedy decoding: "
+                "use temperature=0 and repetition_penalty=1"
+            )
+        if self.batch < 1:
+            raise ValueError(f"batch={self.batch}: decode at least one prompt at a time")
         if self.turns not in ("first", "all"):
             raise ValueError(f"turns={self.turns!r}: choose first or all")
         if self.max_new_tokens < 1:
@@ -95,6 +99,7 @@ def evaluate(
     *,
     encode: Encode | None = None,
     decode: Decode | None = None,
+    on_record: Callable[[dict[str, Any]], None] | None = None,
 ) -> EvaluationResult:
     """Answer every prompt with the drafter and without it.
 
@@ -105,26 +110,33 @@ def evaluate(
         prompts: system and user messages, as `eaglelab.data.conversations.load_prompts` reads them.
         encode, decode: messages -> prompt ids and answer ids -> text; None takes the target's
             tokenizer and its chat template.
+        on_record: called with the telemetry record of every measured round with the drafter
+            (`eaglelab.evaluation.telemetry`); None records no nodes and costs nothing.
 
     Raises:
         ValueError: no prompt had room for an answer, or the target has no tokenizer and no
             `encode` is given.
     """
     settings = settings or Settings()
-    encode = encode or _chat_encoder(target)
-    decode = decode or _decoder(target)
-    run = _Run(target, Engine(target, drafter if tree else None, tree), settings, encode, decode)
+    encode = encode or chat_encoder(target)
+    decode = decode or chat_decoder(target)
+    engine = Engine(target, drafter if tree else None, tree, record_nodes=on_record is not None)
+    run = _Run(target, engine, settings, encode, decode)
     result = EvaluationResult([], _describe(target, drafter, tree, settings), _versions(), 0)
+    size = settings.batch
+    groups = [prompts[first : first + size] for first in range(0, len(prompts), size)]
     try:
-        for prompt in prompts[: settings.warmup]:
-            list(run.answers(prompt, flip=False, skipped=[]))
-        bar = tqdm(prompts, desc="evaluate", unit="prompt", disable=not settings.progress)
-        for number, prompt in enumerate(bar):
-            for turn in run.answers(prompt, flip=number % 2 == 1, skipped=result.skipped):
-                result.turns.append(turn)
-            result.prompts = number + 1
-            if result.turns:
-                bar.set_postfix(_running(result.turns), refresh=False)
+        if settings.warmup:
+            list(run.answers(prompts[: max(settings.warmup, size)], first=0, flip=False, skipped=[]))
+        run.on_record = on_record
+        with tqdm(total=len(prompts), desc="evaluate", unit="prompt", disable=not settings.progress) as bar:
+            for number, group in enumerate(groups):
+                for turn in run.answers(group, first=number * size, flip=number % 2 == 1, skipped=result.skipped):
+                    result.turns.append(turn)
+                result.prompts += len(group)
+                if result.turns:
+                    bar.set_postfix(_running(result.turns), refresh=False)
+                bar.update(len(group))
     except KeyboardInterrupt:
         result.partial = True
     if not result.turns and not result.partial:
@@ -135,56 +147,78 @@ def evaluate(
     return result
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Run:
     target: FrozenTarget
     engine: Engine
     settings: Settings
     encode: Encode
     decode: Decode
+    on_record: Callable[[dict[str, Any]], None] | None = None
+    asked: int = 0
 
-    def answers(self, prompt: Conversation, *, flip: bool, skipped: list[tuple[str, str]]) -> Iterator[TurnRecord]:
-        """Measure the prompt's turns, each after the target's own answers to the earlier ones."""
-        asked = sum(message["role"] == "user" for message in prompt.messages)
-        last = min(asked, 1) if self.settings.turns == "first" else asked
-        messages: list[Message] = []
-        number = 0
-        for message in prompt.messages:
-            messages.append(message)
-            if message["role"] != "user":
-                continue
-            number += 1
-            ids = list(self.encode(messages))
-            room = self.target.max_positions - len(ids)
-            if room < 1:
-                limit = self.target.max_positions
-                skipped.append((prompt.id, f"turn {number} has {len(ids)} tokens of {limit}"))
+    def answers(
+        self, prompts: Sequence[Conversation], *, first: int, flip: bool, skipped: list[tuple[str, str]]
+    ) -> Iterator[TurnRecord]:
+        """Measure the prompts' turns together, each after the target's own answers to the earlier ones."""
+        chats = [Chat(prompt, first + number) for number, prompt in enumerate(prompts)]
+        while chats := [chat for chat in chats if chat.ask(self.settings.turns)]:
+            fitting, ids = [], []
+            for chat in chats:
+                prompt_ids = list(self.encode(chat.messages))
+                if len(prompt_ids) < self.target.max_positions:
+                    fitting.append(chat)
+                    ids.append(prompt_ids)
+                else:
+                    limit = self.target.max_positions
+                    skipped.append((chat.prompt.id, f"turn {chat.turn} has {len(prompt_ids)} tokens of {limit}"))
+            chats = fitting
+            if not chats:
                 return
-            record, answer = self._measure(prompt, number, ids, flip)
-            yield record
-            if number == last:
-                return
-            messages.append({"role": "assistant", "content": self.decode(answer)})
+            for chat, (record, answer) in zip(chats, self._measure(chats, ids, flip), strict=True):
+                chat.answer(self.decode(answer))
+                yield record
 
-    def _measure(self, prompt: Conversation, turn: int, ids: list[int], flip: bool) -> tuple[TurnRecord, list[int]]:
+    def _measure(self, chats: list[Chat], ids: list[list[int]], flip: bool) -> list[tuple[TurnRecord, list[int]]]:
         engines = [self.engine, Engine(self.target)]
         stop_ids = frozenset[int]() if self.settings.ignore_eos else self.target.eos_token_ids
+        base = self.settings.sampling
         results = {}
         for engine in reversed(engines) if flip else engines:
             results[engine is self.engine] = engine.generate(
-                ids, max_new_tokens=self.settings.max_new_tokens, stop_ids=stop_ids
+                ids,
+                max_new_tokens=self.settings.max_new_tokens,
+                stop_ids=stop_ids,
+                sampling=[base.with_seed(base.seed + chat.number) for chat in chats],
+                batch=self.settings.batch,
             )
-        speculative, baseline = results[True], results[False]
+        if self.on_record is not None:
+            for chat, result in zip(chats, results[True], strict=True):
+                for record in result.rounds:
+                    self.on_record(record.to_dict() | {"request": self.asked, "id": chat.prompt.id, "turn": chat.turn})
+                self.asked += 1
+        return [
+            (self._record(chat, prompt_ids, stop_ids, speculative, baseline), baseline.tokens)
+            for chat, prompt_ids, speculative, baseline in zip(chats, ids, results[True], results[False], strict=True)
+        ]
+
+    def _record(
+        self,
+        chat: Chat,
+        ids: list[int],
+        stop_ids: frozenset[int],
+        speculative: GenerationResult,
+        baseline: GenerationResult,
+    ) -> TurnRecord:
         same = None
         if self.settings.check_generate:
-            room = self.target.max_positions - len(ids)
-            limit = min(self.settings.max_new_tokens, room)
+            limit = min(self.settings.max_new_tokens, self.target.max_positions - len(ids))
             same = speculative.tokens == generate_ids(self.target, ids, limit, stop_ids)
         rounds = speculative.rounds
-        record = TurnRecord(
-            id=prompt.id,
-            turn=turn,
-            category=prompt.category,
+        return TurnRecord(
+            id=chat.prompt.id,
+            turn=chat.turn,
+            category=chat.prompt.category,
             prompt_tokens=len(ids),
             new_tokens=len(speculative.tokens),
             stop_reason=speculative.stop_reason,
@@ -192,6 +226,7 @@ class _Run:
             drafted=sum(record.drafted for record in rounds),
             verified=sum(record.verified for record in rounds),
             draft_s=sum(record.draft_s for record in rounds),
+            pack_s=sum(record.pack_s for record in rounds),
             verify_s=sum(record.verify_s for record in rounds),
             commit_s=sum(record.commit_s for record in rounds),
             speculative=_timing(speculative),
@@ -199,7 +234,6 @@ class _Run:
             identical=speculative.tokens == baseline.tokens,
             identical_to_generate=same,
         )
-        return record, baseline.tokens
 
 
 def generate_ids(
@@ -235,28 +269,19 @@ def _running(turns: Sequence[TurnRecord]) -> dict[str, str]:
     return {"tau": f"{tau:.2f}", "identical": f"{identical}/{len(turns)}"}
 
 
-def _chat_encoder(target: FrozenTarget) -> Encode:
-    if target.tokenizer is None:
-        raise ValueError("the target has no tokenizer: load it with one, or pass encode=")
-    return lambda messages: encode_prompt(target.tokenizer, messages)
-
-
-def _decoder(target: FrozenTarget) -> Decode:
-    return lambda ids: target.tokenizer.decode(ids, skip_special_tokens=True)
-
-
 def _describe(
     target: FrozenTarget, drafter: Drafter | None, tree: TreePolicy | None, settings: Settings
 ) -> dict[str, Any]:
     return {
-        **{key: value for key, value in asdict(settings).items() if key != "progress"},
+        **{f.name: getattr(settings, f.name) for f in fields(settings) if f.name not in ("progress", "sampling")},
+        **{f.name: getattr(settings.sampling, f.name) for f in fields(Sampling) if f.name != "processors"},
+        "same_text_expected": settings.sampling.greedy or tree is None or not tree.samples,
         "tree": {"name": "none"} if tree is None else tree.settings(),
         "taps": [] if drafter is None else list(drafter.taps),
         "target": str(target.source),
         "dtype": str(target.dtype).removeprefix("torch."),
         "device": str(target.device),
         "threads": torch.get_num_threads(),
-        "batch": 1,
     }
 
 

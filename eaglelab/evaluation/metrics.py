@@ -48,6 +48,7 @@ class TurnRecord:
     drafted: int
     verified: int
     draft_s: float
+    pack_s: float
     verify_s: float
     commit_s: float
     speculative: Timing
@@ -167,6 +168,7 @@ def _time_split(turns: Sequence[TurnRecord]) -> dict[str, float] | None:
     if total <= 0:
         return None
     split = {
-        phase: sum(getattr(turn, f"{phase}_s") for turn in turns) / total for phase in ("draft", "verify", "commit")
+        phase: sum(getattr(turn, f"{phase}_s") for turn in turns) / total
+        for phase in ("draft", "pack", "verify", "commit")
     }
     return {**split, "other": 1 - sum(split.values())}

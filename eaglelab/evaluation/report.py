@@ -41,7 +41,12 @@ def _summary(metrics: dict[str, Any]) -> list[tuple[str, str, str]]:
     )
     ends = metrics.get("tau_interval")
     interval = f"; 95 % interval {ends[0]:.2f} to {ends[1]:.2f}" if ends else ""
-    amount = f"{metrics['new_tokens']} tokens in {metrics['rounds']} rounds, greedy, batch 1"
+    temperature = settings["temperature"]
+    rule = "greedy" if temperature == 0 else f"T {temperature:g}"
+    amount = f"{metrics['new_tokens']} tokens in {metrics['rounds']} rounds, {rule}, batch {settings['batch']}"
+    same = "answers equal to plain decoding, by ids"
+    if not settings["same_text_expected"]:
+        same = "equal to plain decoding; a sampled tree keeps the law, not the text"
     rows = [
         ("tau", _number(metrics["tau"]), f"accepted draft tokens + 1{interval}"),
         (
@@ -52,7 +57,7 @@ def _summary(metrics: dict[str, Any]) -> list[tuple[str, str, str]]:
         ("speed-up", _number(metrics["speedup"], "x"), quartiles),
         ("tokens/s", _number(metrics["tokens_per_s"], digits=1), "with drafter, prefill apart"),
         ("", _number(metrics["baseline_tokens_per_s"], digits=1), "same engine, no drafter"),
-        ("identical", _fraction(metrics["identical"]), "answers equal to plain decoding, by ids"),
+        ("identical", _fraction(metrics["identical"]), same),
     ]
     if "identical_to_generate" in metrics:
         fraction = _fraction(metrics["identical_to_generate"])

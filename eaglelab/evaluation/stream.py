@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TextIO
 
-from eaglelab.decoding import Engine, RoundRecord
+from eaglelab.decoding import Engine, RoundRecord, Sampling
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 _GREEN_UNDERLINED, _RESET = "\x1b[4;32m", "\x1b[0m"
@@ -80,6 +80,7 @@ class Stream:
     prompt_ids: Sequence[int]
     max_new_tokens: int
     stop_ids: frozenset[int] | None = None
+    sampling: Sampling | None = None
 
     def __post_init__(self) -> None:
         self.tokens: list[int] = []
@@ -88,10 +89,12 @@ class Stream:
     def __iter__(self) -> Iterator[Piece]:
         self.tokens, self.rounds = [], []
         decoder = TextDecoder(self.tokenizer)
-        state = self.engine.start(self.prompt_ids, max_new_tokens=self.max_new_tokens, stop_ids=self.stop_ids)
+        state = self.engine.start(
+            [self.prompt_ids], max_new_tokens=self.max_new_tokens, stop_ids=self.stop_ids, sampling=self.sampling
+        )
         (request,) = state.requests
         yield from self._push(decoder, request.new_tokens, accepted=0)
-        for record in self.engine.rounds(state):
+        for (record,) in self.engine.rounds(state):
             self.rounds.append(record)
             fresh = request.new_tokens[-record.published :]
             yield from self._push(decoder, fresh, accepted=record.accepted)

@@ -1,8 +1,9 @@
 """The frozen target: one wrapper, its feature addresses, key/value slots and identity."""
 
+from eaglelab.target.experts import ExpertUnion, ExpertWatch
 from eaglelab.target.fingerprint import TargetFingerprint, cache_folder
 from eaglelab.target.frozen import FrozenTarget, RowsOutput
-from eaglelab.target.kv import KVSlots
+from eaglelab.target.kv import KVSlots, closing_order, moves
 from eaglelab.target.manifest import (
     DRAFTER_FIELDS,
     FEATURE_FIELDS,
@@ -16,6 +17,8 @@ __all__ = [
     "DRAFTER_FIELDS",
     "FEATURE_FIELDS",
     "FINAL",
+    "ExpertUnion",
+    "ExpertWatch",
     "FeatureManifest",
     "FrozenTarget",
     "KVSlots",
@@ -25,6 +28,8 @@ __all__ = [
     "Tap",
     "TargetFingerprint",
     "cache_folder",
+    "closing_order",
     "default_taps",
+    "moves",
     "validate_taps",
 ]

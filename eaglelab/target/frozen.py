@@ -247,13 +247,21 @@ class FrozenTarget(nn.Module):
 
     # --- rows after a committed prefix --------------------------------------------------------
 
-    def new_cache(self, batch: int, capacity: int) -> KVSlots:
-        """Empty key/value slots for ``batch`` sequences of up to ``capacity`` rows each.
+    def new_cache(self, batch: int, capacity: int, *, room: int | None = None) -> KVSlots:
+        """Empty key/value slots for ``batch`` sequences of up to ``capacity`` rows each, ``room`` in all.
 
         Raises:
             ValueError: batch or capacity below 1, or a target whose tree forwards are not exact.
         """
-        return KVSlots(batch, capacity, self._tree_layout)
+        return KVSlots(batch, capacity, self._tree_layout, room=room)
+
+    @property
+    def kv_row_bytes(self) -> int | None:
+        """Keys and values of one row in all layers; None where the family does not tell before a forward pass."""
+        if self._tree_layout is None:
+            return None
+        numbers = sum(kh * kw + vh * vw for kh, kw, vh, vw in self._tree_layout)
+        return numbers * self.dtype.itemsize
 
     @torch.no_grad()
     def forward_rows(

@@ -6,7 +6,9 @@ width.
 A forward pass writes N *provisional* rows of sequence b into the slots ``lengths[b] + n``.
 ``commit`` keeps the accepted ones, moved together so that committed slot s always holds the token
 at position s; ``discard`` forgets them all. Nothing is ever concatenated. Every layer keeps full
-length, sliding-window layers too: the window is the mask's business.
+length, sliding-window layers too: the window is the mask's business. Sequences come and go by ``join``
+and ``select``; those in use are always the leading ones of the buffers, so that no forward pass
+carries empty ones.
 """
 
 from __future__ import annotations
@@ -84,6 +86,24 @@ class SlotPlan:
         return position_BK[:, : self.visible]
 
 
+def closing_order(alive: Sequence[bool]) -> list[int]:
+    """Which sequence stands in each place once the others are gone, with the fewest moves.
+
+    Those that stay keep their place, as far as there are places; the last ones fill the holes.
+    """
+    order = [b for b, stays in enumerate(alive) if stays]
+    places = len(order)
+    fillers = [b for b in order if b >= places]
+    return [b if alive[b] else fillers.pop() for b in range(places)]
+
+
+def moves(order: Sequence[int]) -> list[tuple[int, int]]:
+    """(new place, old place) of every sequence that moves; they can be copied one after the other."""
+    assert all(old >= new for new, old in enumerate(order)), "sequences move towards the front"
+    assert len(set(order)) == len(order)
+    return [(new, old) for new, old in enumerate(order) if old != new]
+
+
 class KVSlots(Cache):
     """A transformers cache with per-sequence lengths, provisional rows and commit by index.
 
@@ -92,16 +112,25 @@ class KVSlots(Cache):
         capacity: slots per sequence: committed tokens plus the largest tree.
         layer_shapes: head counts and widths per layer, when known; layers of one shape then share
             one buffer and a commit is one gather for all of them.
+        room: most sequences that will be here at once; None: ``batch``.
 
     Raises:
         ValueError: batch or capacity below 1.
     """
 
-    def __init__(self, batch: int, capacity: int, layer_shapes: Sequence[LayerShape] | None = None) -> None:
+    def __init__(
+        self,
+        batch: int,
+        capacity: int,
+        layer_shapes: Sequence[LayerShape] | None = None,
+        *,
+        room: int | None = None,
+    ) -> None:
         if batch < 1 or capacity < 1:
             raise ValueError(f"KV slots need batch >= 1 and capacity >= 1, got batch={batch}, capacity={capacity}.")
         super().__init__(layers=[])
         self.batch = batch
+        self.room = max(batch, room or 0)
         self.capacity = capacity
         self.lengths: list[int] = [0] * batch
         self._shapes = tuple(layer_shapes) if layer_shapes is not None else None
@@ -124,7 +153,13 @@ class KVSlots(Cache):
 
     def slots(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer, views of [B, H, C, hd]; only committed slots mean anything."""
-        return self._keys[layer][:, :, : self.capacity], self._values[layer][:, :, : self.capacity]
+        B, C = self.batch, self.capacity
+        return self._keys[layer][:B, :, :C], self._values[layer][:B, :, :C]
+
+    @property
+    def row_bytes(self) -> int:
+        """Keys and values of one row in all layers; 0 before the first forward pass."""
+        return sum(pool.shape[0] * pool.shape[2] * pool.shape[4] * pool.element_size() for pool in self._pools)
 
     # --- one forward pass -------------------------------------------------------------------
 
@@ -168,7 +203,7 @@ class KVSlots(Cache):
         if keys_BHCh is None:
             self._allocate(layer_idx, key_states, value_states)
             keys_BHCh = self._keys[layer_idx]
-        values_BHCh = self._values[layer_idx]
+        keys_BHCh, values_BHCh = keys_BHCh[: self.batch], self._values[layer_idx][: self.batch]
         if plan.start is not None:
             end = plan.start + plan.rows
             keys_BHCh[:, :, plan.start : end] = key_states
@@ -212,6 +247,36 @@ class KVSlots(Cache):
         """Forget everything, keep the buffers."""
         self.lengths = [0] * self.batch
         self._plan = None
+
+    # --- sequences come and go ----------------------------------------------------------------
+
+    def join(self, other: KVSlots) -> None:
+        """Copy the committed slots of ``other``'s sequences behind the sequences here.
+
+        Raises:
+            ValueError: no room for them, or one of them is longer than the capacity.
+        """
+        assert self._plan is None, "commit() or discard() first"
+        first, end, longest = self.batch, self.batch + other.batch, max(other.lengths)
+        if end > self.room or longest > self.capacity:
+            raise ValueError(
+                f"{other.batch} sequences of up to {longest} tokens do not fit beside {self.batch}: there is room for "
+                f"{self.room} sequences of {self.capacity}."
+            )
+        assert len(self._pools) == len(other._pools), "caches of two targets"
+        for mine, theirs in zip(self._pools, other._pools, strict=True):
+            mine[:, first:end, :, :longest] = theirs[:, : other.batch, :, :longest]
+        self.batch = end
+        self.lengths = self.lengths + list(other.lengths)
+
+    def select(self, order: Sequence[int]) -> None:
+        """Keep the sequences ``order``, in that order; see :func:`closing_order`."""
+        assert self._plan is None, "commit() or discard() first"
+        for new, old in moves(order):
+            for pool in self._pools:
+                pool[:, new, :, : self.lengths[old]] = pool[:, old, :, : self.lengths[old]]
+        self.lengths = [self.lengths[old] for old in order]
+        self.batch = len(order)
 
     # --- what the library asks a cache --------------------------------------------------------
 
@@ -264,7 +329,7 @@ class KVSlots(Cache):
         assert self._keys[layer_idx].shape[1::2] == key_BHNh.shape[1::2]
 
     def _pool(self, layers: int, heads: int, width: int, like: Tensor) -> Tensor:
-        pool = like.new_zeros(layers, self.batch, heads, self.capacity + 1, width)
+        pool = like.new_zeros(layers, self.room, heads, self.capacity + 1, width)
         self._pools.append(pool)
         return pool
 

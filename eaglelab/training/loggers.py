@@ -17,6 +17,15 @@ def wandb_logger(**settings: Any) -> Any:
     return WandbLogger(**settings)
 
 
+def wandb_run(**settings: Any) -> Any:
+    """A W&B run for what is no training: online where someone is logged in, offline otherwise."""
+    import wandb
+
+    if "WANDB_MODE" not in os.environ and not logged_in():
+        settings["mode"] = "offline"
+    return wandb.init(project="eaglelab", **settings)
+
+
 def logged_in() -> bool:
     """Whether W&B credentials are at hand: ``WANDB_API_KEY``, or what ``wandb login`` leaves in the netrc file."""
     if os.environ.get("WANDB_API_KEY"):

@@ -37,6 +37,39 @@ def test_evaluate_writes_metrics_and_prints_the_table(tree, trained, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_sampling_in_batches_with_telemetry(trained, tmp_path):
+    settings = ("tree=dynamic", "temperature=0.8", "top_p=0.9", "seed=3", "limit=5", "max_new_tokens=24", "batch=2")
+    done = run("evaluate", f"run={trained}", *settings, "telemetry=rounds.jsonl", cwd=tmp_path)
+    metrics = json.loads((trained / "metrics.json").read_text())
+    assert metrics["identical"] == {"count": 5, "of": 5}, "a deterministic tree gives plain sampling's text"
+    assert "T 0.8, batch 2" in done.stdout
+    records = [json.loads(line) for line in (tmp_path / "rounds.jsonl").read_text().splitlines()]
+    assert len(records) == metrics["rounds"]
+    assert metrics["tau"] == pytest.approx(1 + sum(record["accepted"] for record in records) / len(records))
+    assert metrics["telemetry"]["calibration"]["nodes"] == sum(len(record["confidence"]) for record in records)
+    assert {record["batch"] for record in records} <= {1, 2}
+
+
+def test_generate_answers_a_file(trained, tmp_path):
+    """Two turns, the second after the model's own first answer; the file is training data for the next run."""
+    asked = [
+        {"id": "two", "turns": ["Tom has 3 apples.", "He buys 4 more. How many?"]},
+        {"id": "one", "question": "How many eggs are in 7 dozen?"},
+    ]
+    (tmp_path / "asked.jsonl").write_text("\n".join(map(json.dumps, asked)))
+    settings = (f"run={trained}", "prompts=asked.jsonl", "max_new_tokens=16", "out=answers.jsonl")
+    run("generate", *settings, cwd=tmp_path)
+    answers = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    assert [answer["id"] for answer in answers] == ["two", "one"]
+    assert [m["role"] for m in answers[0]["messages"]] == ["user", "assistant", "user", "assistant"]
+    again = run("generate", *settings, cwd=tmp_path, check=False)
+    assert again.returncode == 1
+    assert "out=answers.jsonl exists" in again.stderr
+    plain = run("generate", *settings[:3], "tree=none", "batch=1", cwd=tmp_path)
+    lines = [json.loads(line) for line in plain.stdout.splitlines() if line]
+    assert [line["messages"] for line in lines] == [answer["messages"] for answer in answers]
+
+
 def test_generate_streams_the_plain_answer(trained, tmp_path):
     prompt = "prompt='Tom has 3 apples and buys 4 more. How many apples does he have?'"
     settings = (f"run={trained}", prompt, "max_new_tokens=40", "color=never")
@@ -55,7 +88,11 @@ def test_generate_streams_the_plain_answer(trained, tmp_path):
         (["run={trained}", "data.path=/nope"], "/nope"),
         (["run={trained}", "tree=dynamics"], "Could not find 'tree/dynamics'"),
         (["run={trained}", "tree.depth=0"], "tree.depth=0"),
-        (["run={trained}", "temperature=0.7"], "temperature=0.7"),
+        (["run={trained}", "temperature=-1"], "temperature=-1"),
+        (["run={trained}", "top_p=0"], "top_p=0"),
+        (["run={trained}", "batch=0"], "batch=0"),
+        (["run={trained}", "tree=dynamic", "tree.budget=0"], "tree.budget=0"),
+        (["run={trained}", "telemetry=rounds.csv"], "rounds.csv"),
         (["run={trained}", "dtype=float33"], "float33"),
     ],
 )

@@ -33,7 +33,7 @@ def test_ids_equal_generate_and_rounds_equal_the_simulation(target, kind, tree):
     for number, prompt in enumerate(prompts(8)):
         max_new = 17 + number
         engine = Engine(target, ScriptDrafter(predict, prompt[0]), policy)
-        result = engine.generate(prompt, max_new_tokens=max_new, stop_ids=set())
+        result = engine.generate_one(prompt, max_new_tokens=max_new, stop_ids=set())
         tokens, rounds = simulate(full_logits(target.model), predict, prompt, policy.paths, max_new)
         assert result.tokens == hf_greedy(target.model, prompt, max_new) == tokens
         assert result.accepted == [r.accepted for r in rounds]
@@ -47,7 +47,7 @@ def test_ids_equal_generate_and_rounds_equal_the_simulation(target, kind, tree):
 
 def test_plain_decoding_goes_through_the_same_engine(target):
     for prompt in prompts(6, seed=2):
-        result = Engine(target, None, make_tree("none")).generate(prompt, max_new_tokens=20, stop_ids=set())
+        result = Engine(target, None, make_tree("none")).generate_one(prompt, max_new_tokens=20, stop_ids=set())
         assert result.tokens == hf_greedy(target.model, prompt, 20)
         assert result.accepted == [0] * 19
         assert {r.verified for r in result.rounds} == {1}
@@ -59,7 +59,7 @@ def test_a_perfect_drafter_reaches_depth_plus_one(target, tree, depth):
     predict = drafts("perfect", target.model, VOCAB)
     for prompt in prompts(5, seed=3):
         engine = Engine(target, ScriptDrafter(predict, prompt[0]), TREES[tree])
-        result = engine.generate(prompt, max_new_tokens=1 + 6 * (depth + 1), stop_ids=set())
+        result = engine.generate_one(prompt, max_new_tokens=1 + 6 * (depth + 1), stop_ids=set())
         assert result.accepted == [depth] * 6
         assert [r.published for r in result.rounds] == [depth + 1] * 6
 
@@ -68,7 +68,7 @@ def test_a_wrong_drafter_is_never_accepted(target):
     predict = drafts("wrong", target.model, VOCAB)
     prompt = prompts(1, seed=4)[0]
     engine = Engine(target, ScriptDrafter(predict, prompt[0]), StaticTree())
-    assert set(engine.generate(prompt, max_new_tokens=15, stop_ids=set()).accepted) == {0}
+    assert set(engine.generate_one(prompt, max_new_tokens=15, stop_ids=set()).accepted) == {0}
 
 
 @pytest.mark.parametrize("kind", ["perfect", "noisy"])
@@ -77,7 +77,7 @@ def test_max_new_tokens_is_exact_inside_a_path(target, kind, length):
     predict = drafts(kind, target.model, VOCAB)
     prompt = prompts(3, seed=5)[2]
     engine = Engine(target, ScriptDrafter(predict, prompt[0]), Chain(4))
-    result = engine.generate(prompt, max_new_tokens=length, stop_ids=set())
+    result = engine.generate_one(prompt, max_new_tokens=length, stop_ids=set())
     assert result.tokens == hf_greedy(target.model, prompt, length)
     assert result.stop_reason == "length"
     published = sum(r.published for r in result.rounds)
@@ -94,7 +94,7 @@ def test_nothing_after_an_end_token_is_published(target, place):
     full = hf_greedy(target.model, prompt, 24)
     eos = full[place]
     engine = Engine(target, ScriptDrafter(predict, prompt[0]), Chain(4))
-    result = engine.generate(prompt, max_new_tokens=24, stop_ids={eos})
+    result = engine.generate_one(prompt, max_new_tokens=24, stop_ids={eos})
     assert result.tokens == hf_greedy(target.model, prompt, 24, [eos])
     assert result.tokens == full[: full.index(eos) + 1]
     assert result.stop_reason == "eos"
@@ -108,7 +108,7 @@ def test_the_targets_own_end_tokens_are_the_default(target):
     eos = hf_greedy(model, prompt, 12)[9]
     model.generation_config.eos_token_id = [eos]
     frozen = FrozenTarget(model)
-    result = Engine(frozen).generate(prompt, max_new_tokens=40)
+    result = Engine(frozen).generate_one(prompt, max_new_tokens=40)
     assert result.tokens == hf_greedy(model, prompt, 40, [eos])
     assert result.stop_reason == "eos"
 
@@ -125,7 +125,7 @@ def test_three_tokens_cannot_be_confused():
         predict = drafts(kind, model, 3)
         for prompt in prompts(6, vocab=3, seed=7):
             drafter = ScriptDrafter(predict, prompt[0])
-            result = Engine(frozen, drafter, policy).generate(prompt, max_new_tokens=20, stop_ids=set())
+            result = Engine(frozen, drafter, policy).generate_one(prompt, max_new_tokens=20, stop_ids=set())
             tokens, rounds = simulate(full_logits(model), predict, prompt, paths, 20)
             assert result.tokens == tokens == hf_greedy(model, prompt, 20)
             assert result.accepted == [r.accepted for r in rounds]
@@ -137,7 +137,7 @@ def test_more_children_than_draft_tokens_is_refused():
     frozen = FrozenTarget(tiny_llama(3))
     drafter = ScriptDrafter(drafts("random", frozen.model, 3), 0)
     with pytest.raises(ValueError, match="4 children of one node.*3 tokens; use tree=chain"):
-        Engine(frozen, drafter, StaticTree()).generate([0, 1], max_new_tokens=5)
+        Engine(frozen, drafter, StaticTree()).generate_one([0, 1], max_new_tokens=5)
 
 
 def test_draft_vocabulary_ids_are_mapped(target):
@@ -151,7 +151,7 @@ def test_draft_vocabulary_ids_are_mapped(target):
     hits = 0
     for prompt in prompts(6, seed=8):
         drafter = ScriptDrafter(predict, prompt[0], target_ids=target_ids)
-        result = Engine(target, drafter, StaticTree()).generate(prompt, max_new_tokens=20, stop_ids=set())
+        result = Engine(target, drafter, StaticTree()).generate_one(prompt, max_new_tokens=20, stop_ids=set())
         tokens, rounds = simulate(full, predict, prompt, StaticTree().paths, 20, target_ids=target_ids)
         assert result.tokens == tokens == hf_greedy(target.model, prompt, 20)
         assert result.accepted == [r.accepted for r in rounds]
@@ -172,7 +172,7 @@ def test_drafting_stops_before_the_last_position(who, tree):
         prompt[0],
         max_positions=10**6 if who == "target" else limit,
     )
-    result = Engine(frozen, drafter, TREES[tree]).generate(prompt, max_new_tokens=60, stop_ids=set())
+    result = Engine(frozen, drafter, TREES[tree]).generate_one(prompt, max_new_tokens=60, stop_ids=set())
     room = min(60, frozen.max_positions - len(prompt))
     assert result.tokens == hf_greedy(model, prompt, room)
     assert result.stop_reason == ("context" if who == "target" else "length")
@@ -192,8 +192,8 @@ def test_capacity_bounds_the_rows(target):
     prompt = prompts(2, seed=10)[1]
     capacity = len(prompt) + 34
     engine = Engine(target, ScriptDrafter(predict, prompt[0]), StaticTree(), capacity=capacity)
-    state = engine.start(prompt, max_new_tokens=100, stop_ids=set())
-    records = list(engine.rounds(state))
+    state = engine.start([prompt], max_new_tokens=100, stop_ids=set())
+    records = [record for (record,) in engine.rounds(state)]
     (request,) = state.requests
     assert request.stop_reason == "context"
     assert request.new_tokens == hf_greedy(target.model, prompt, 34)
@@ -205,11 +205,11 @@ def test_capacity_bounds_the_rows(target):
 def test_what_cannot_start_says_why(target):
     engine = Engine(target)
     with pytest.raises(ValueError, match="empty prompt"):
-        engine.generate([], max_new_tokens=4)
+        engine.generate_one([], max_new_tokens=4)
     with pytest.raises(ValueError, match="max_new_tokens=0"):
-        engine.generate([1], max_new_tokens=0)
+        engine.generate_one([1], max_new_tokens=0)
     with pytest.raises(ValueError, match="prompt has 512 tokens.*room for 512.*shorten"):
-        engine.generate([1] * 512, max_new_tokens=4)
+        engine.generate_one([1] * 512, max_new_tokens=4)
     with pytest.raises(ValueError, match="drafter needs a tree"):
         Engine(target, ScriptDrafter(None, 0), None)
     with pytest.raises(ValueError, match="drafter needs a tree"):

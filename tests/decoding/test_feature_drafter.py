@@ -56,7 +56,7 @@ def test_drafted_tokens_and_values_are_the_sequential_ones(target, drafter, poli
 
     monkeypatch.setattr(type(policy), "draft", spy)
     engine = Engine(target, drafter, policy)
-    state = engine.start([5, 9, 44, 2, 17], max_new_tokens=20, stop_ids=set())
+    state = engine.start([[5, 9, 44, 2, 17]], max_new_tokens=20, stop_ids=set())
     for _ in range(3):
         tokens = list(state.requests[0].tokens)
         engine.round(state)
@@ -74,5 +74,5 @@ def test_drafted_tokens_and_values_are_the_sequential_ones(target, drafter, poli
 @pytest.mark.parametrize("policy", [Chain(4), StaticTree()], ids=["chain", "static"])
 def test_output_is_the_targets(target, drafter, policy):
     for prompt in ([3], [5, 9, 44, 2, 17], [60] * 12):
-        result = Engine(target, drafter, policy).generate(prompt, max_new_tokens=25, stop_ids=set())
+        result = Engine(target, drafter, policy).generate_one(prompt, max_new_tokens=25, stop_ids=set())
         assert result.tokens == hf_greedy(target.model, prompt, 25)

@@ -1,9 +1,12 @@
 """Committed state: what it is after any round, and that a failing round leaves it alone."""
 
+import sys
+
 import pytest
 import torch
 
 from eaglelab.decoding import Chain, Engine, StaticTree
+from eaglelab.decoding.transaction import Transaction
 from eaglelab.target import FrozenTarget
 from tests.oracles.scripted import ScriptDrafter, drafts, hf_greedy, tiny_llama
 
@@ -37,23 +40,25 @@ def assert_is_fresh_prefill(state, model):
         torch.testing.assert_close(values, expected.values, atol=1e-5, rtol=1e-5)
     # hidden_states[1] enters layer 1; the last one is after the final norm
     expected = torch.cat([fresh.hidden_states[1][0], fresh.hidden_states[-1][0]], dim=-1)
-    kept = list(state.draft.features)
-    tokens = list(state.draft.tokens)
+    kept = list(state.draft[0].features)
+    tokens = list(state.draft[0].tokens)
     if state.pending is not None:
-        count = state.pending.counts[0]
-        assert state.pending.position_BN[0, :count].tolist() == list(range(len(kept), n))
+        count, start = state.pending.counts[0], state.pending.starts[0]
+        assert len(kept) in (start, n), "an interrupt may strike between extending and clearing"
+        kept, tokens = kept[:start], tokens[: start + 1]
+        assert state.pending.position_BN[0, :count].tolist() == list(range(start, n))
         kept += list(state.pending.features_BNF[0, :count])
         tokens += state.pending.tokens_BN[0, :count].tolist()
     torch.testing.assert_close(torch.stack(kept), expected, atol=1e-5, rtol=1e-5)
     assert tokens == request.tokens
-    assert state.draft.nodes == []
+    assert state.draft[0].nodes == []
 
 
 @pytest.mark.parametrize("tree", [Chain(4), StaticTree()], ids=["chain", "static"])
 @pytest.mark.parametrize("kind", ["perfect", "noisy", "wrong"])
 def test_state_after_every_round_equals_a_fresh_prefill(target, tree, kind):
     engine = new_engine(target, tree, kind)
-    state = engine.start(PROMPT, max_new_tokens=30, stop_ids=set())
+    state = engine.start([PROMPT], max_new_tokens=30, stop_ids=set())
     assert_is_fresh_prefill(state, target.model)
     for _ in engine.rounds(state):
         assert_is_fresh_prefill(state, target.model)
@@ -66,7 +71,7 @@ def test_a_stopped_generation_can_go_on(target, stop):
     engine.capacity = 64
     full = hf_greedy(target.model, PROMPT, 25)
     for limits in ({"max_new_tokens": stop}, {"max_new_tokens": 25, "stop_ids": {full[stop]}}):
-        state = engine.start(PROMPT, **({"stop_ids": set()} | limits))
+        state = engine.start([PROMPT], **({"stop_ids": set()} | limits))
         list(engine.rounds(state))
         (request,) = state.requests
         assert request.new_tokens == full[: len(request.new_tokens)]
@@ -84,7 +89,7 @@ def test_a_stopped_generation_can_go_on(target, stop):
 @pytest.mark.parametrize("nth", [1, 2, 3])
 def test_an_exception_leaves_the_committed_state_usable(target, monkeypatch, tree, where, nth):
     engine = new_engine(target, tree)
-    state = engine.start(PROMPT, max_new_tokens=30, stop_ids=set())
+    state = engine.start([PROMPT], max_new_tokens=30, stop_ids=set())
     failures = []
     if where in engine.drafter.calls:
         engine.drafter.fail = {where: engine.drafter.calls[where] + nth}
@@ -103,6 +108,55 @@ def test_an_exception_leaves_the_committed_state_usable(target, monkeypatch, tre
     assert len(failures) == 1
     assert "scripted failure" in str(failures[0])
     assert state.requests[0].new_tokens == hf_greedy(target.model, PROMPT, 30)
+
+
+def test_an_interrupt_on_any_line_leaves_the_committed_state_usable(target):
+    """Ctrl-C strikes between two statements: on every line of a round in turn, commit included."""
+    expected = hf_greedy(target.model, PROMPT, 8)
+    outcomes = set()
+    for line in range(10_000):
+        engine = new_engine(target, StaticTree([[0], [1], [1, 0]]))
+        state = engine.start([PROMPT], max_new_tokens=8, stop_ids=set())
+        engine.round(state)
+        before = list(state.requests[0].tokens)
+        if not interrupted_on_line(line, lambda: engine.round(state)):  # noqa: B023
+            break
+        outcomes.add(state.requests[0].tokens == before)
+        with Transaction(state, engine.drafter):
+            pass  # what the next round does first
+        assert_is_fresh_prefill(state, target.model)
+        list(engine.rounds(state))
+        assert state.requests[0].new_tokens == expected
+    assert line > 100
+    assert outcomes == {True, False}, "some interrupts leave the old state, later ones the new one"
+
+
+STATEFUL = ("decoding/engine.py", "decoding/state.py", "decoding/transaction.py", "target/kv.py")
+
+
+def interrupted_on_line(number, work):
+    """Run `work` with a KeyboardInterrupt on its number-th line in the package; False if it ended before."""
+    seen = 0
+
+    def trace(frame, event, argument):
+        nonlocal seen
+        if not frame.f_code.co_filename.endswith(STATEFUL):
+            return None
+        if event == "line":
+            seen += 1
+            if seen == number + 1:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        work()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
 
 
 def break_call(monkeypatch, holder, name, nth, *, after):
@@ -124,7 +178,7 @@ def break_call(monkeypatch, holder, name, nth, *, after):
 def test_results_do_not_depend_on_earlier_generations(target):
     """One engine, one policy object: a second prompt starts clean."""
     engine = new_engine(target, StaticTree())
-    first = engine.generate(PROMPT, max_new_tokens=20, stop_ids=set())
-    engine.generate(PROMPT[:3], max_new_tokens=9, stop_ids=set())
-    again = engine.generate(PROMPT, max_new_tokens=20, stop_ids=set())
+    first = engine.generate_one(PROMPT, max_new_tokens=20, stop_ids=set())
+    engine.generate_one(PROMPT[:3], max_new_tokens=9, stop_ids=set())
+    again = engine.generate_one(PROMPT, max_new_tokens=20, stop_ids=set())
     assert (again.tokens, again.accepted) == (first.tokens, first.accepted)

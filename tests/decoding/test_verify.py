@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eaglelab.decoding.tree import Topology, Tree
-from eaglelab.decoding.verify import greedy
+from eaglelab.decoding.verify import follow
 
 
 def walk(tokens, parents, best):
@@ -48,7 +48,7 @@ def as_tree(tokens, parents):
 def test_longest_confirmed_path_over_three_tokens(case):
     tokens, parents, best = case
     logits_BRV = torch.nn.functional.one_hot(torch.tensor([best]), 3).float()
-    host = greedy(logits_BRV, as_tree(tokens, parents)).to_host()
+    host = follow(logits_BRV.argmax(-1), as_tree(tokens, parents)).to_host()
     rows, published = walk(tokens, parents, best)
     assert host.rows == [rows]
     assert host.published == [published]
@@ -64,7 +64,7 @@ def test_sequences_of_a_batch_decide_alone(cases):
     nodes_BN = tokens_BR[:, 1:]
     flat = Tree(nodes_BN, torch.zeros(nodes_BN.shape), topology).flatten(tokens_BR[:, :1])
     best_BR = torch.tensor([b for _, _, b in cases])
-    host = greedy(torch.nn.functional.one_hot(best_BR, 3).float(), flat).to_host()
+    host = follow(best_BR, flat).to_host()
     for b, (tokens, parents, best) in enumerate(cases):
         assert (host.rows[b], host.published[b]) == walk(tokens, parents, best)
 
@@ -72,7 +72,7 @@ def test_sequences_of_a_batch_decide_alone(cases):
 def test_ties_go_to_the_lowest_id():
     flat = as_tree([0, 1, 2], [0, 0])
     logits_BRV = torch.tensor([[[0.0, 4.0, 4.0], [1.0, 1.0, 1.0], [0.0, 0.0, 9.0]]])
-    host = greedy(logits_BRV, flat).to_host()
+    host = follow(logits_BRV.argmax(-1), flat).to_host()
     assert host.rows == [[0, 1]]
     assert host.published == [[1, 0]]
 
@@ -81,6 +81,6 @@ def test_publication_fixture_of_the_article():
     """Accepted flat rows [0, 2]; the frontier token is emitted apart from them."""
     flat = as_tree([7, 4, 5, 4], [0, 0, 1])
     logits_BRV = torch.nn.functional.one_hot(torch.tensor([[5, 4, 4, 0]]), 8).float()
-    host = greedy(logits_BRV, flat).to_host()
+    host = follow(logits_BRV.argmax(-1), flat).to_host()
     assert host.rows == [[0, 2]]
     assert host.published == [[5, 4]]  # 4 is also the token of rows 1 and 3

@@ -7,7 +7,7 @@ import pytest
 
 import eaglelab
 from eaglelab.data.conversations import Conversation
-from eaglelab.decoding import Chain, Engine, StaticTree
+from eaglelab.decoding import Chain, Engine, Sampling, StaticTree
 from eaglelab.evaluation import Settings, evaluate, load_prompts
 from eaglelab.target import FrozenTarget
 from tests.oracles.scripted import ScriptDrafter, drafts, hf_greedy, tiny_llama
@@ -42,7 +42,7 @@ def prompt(name, *turns, category=""):
 PROMPTS = [prompt("a", "hello", "more"), prompt("b", "what is it", category="qa"), prompt("c", "x")]
 
 
-def run(target, kind="noisy", tree=None, prompts=PROMPTS, encode=encode, **settings):
+def run(target, kind="noisy", tree=None, prompts=PROMPTS, encode=encode, on_record=None, **settings):
     drafter = ScriptDrafter(drafts(kind, target.model, VOCAB), 7)
     return evaluate(
         target,
@@ -52,6 +52,7 @@ def run(target, kind="noisy", tree=None, prompts=PROMPTS, encode=encode, **setti
         Settings(**QUIET | {"max_new_tokens": 16, "ignore_eos": True} | settings),
         encode=encode,
         decode=decode,
+        on_record=on_record,
     )
 
 
@@ -139,6 +140,36 @@ def test_order_alternates_and_warmup_is_not_counted(target, monkeypatch):
     assert len(result.turns) == 3
 
 
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, top_p=0.9, repetition_penalty=1.3, seed=3)])
+def test_a_batch_measures_what_single_prompts_do(target, sampling):
+    """Same ids, same acceptance, later turns after each prompt's own earlier answers, skipped ones named."""
+    asked = [*PROMPTS, prompt("long", "x" * 200), prompt("d", "one", "two", "three")]
+    common = {"prompts": asked, "turns": "all", "sampling": sampling, "kind": "noisy"}
+    alone, together = run(target, **common), run(target, batch=3, **common)
+    keys = ("id", "turn", "prompt_tokens", "new_tokens", "stop_reason", "accepted", "drafted", "identical")
+    key = lambda turn: (turn.id, turn.turn)  # noqa: E731
+    for one, other in zip(sorted(alone.turns, key=key), sorted(together.turns, key=key), strict=True):
+        assert {k: getattr(other, k) for k in keys} == {k: getattr(one, k) for k in keys}
+        assert one.identical
+    assert alone.skipped == together.skipped == [("long", "turn 1 has 201 tokens of 96")]
+    assert together.prompts == len(asked)
+    assert len(together.turns) == 7
+
+
+def test_records_of_every_measured_round_and_of_no_other(target):
+    records = []
+    result = run(target, warmup=2, tree=Chain(3), on_record=records.append)
+    accepted = {turn.id: turn.accepted for turn in result.turns}
+    for name, counts in accepted.items():
+        assert [r["accepted"] for r in records if r["id"] == name] == counts
+    assert len(records) == sum(map(len, accepted.values()))
+    assert len({r["request"] for r in records}) == 3
+    for record in records:
+        assert len(record["depth"]) == len(record["confidence"]) == len(record["node_accepted"]) == record["drafted"]
+        assert sum(record["node_accepted"]) == record["reached"]
+        assert record["experts_union"] is None
+
+
 def test_an_interrupt_keeps_what_was_measured(target, monkeypatch):
     real, calls = Engine.generate, []
 
@@ -160,10 +191,11 @@ def test_differences_are_counted_not_hidden(target, monkeypatch):
     real = Engine.generate
 
     def tampered(self, *args, **kwargs):
-        result = real(self, *args, **kwargs)
-        if self.drafter is not None and result.prompt_length == 2:  # prompt "c"
-            result.tokens[-1] = (result.tokens[-1] + 1) % VOCAB
-        return result
+        results = real(self, *args, **kwargs)
+        for result in results:
+            if self.drafter is not None and result.prompt_length == 2:  # prompt "c"
+                result.tokens[-1] = (result.tokens[-1] + 1) % VOCAB
+        return results
 
     monkeypatch.setattr(Engine, "generate", tampered)
     result = run(target, check_generate=True)
@@ -209,7 +241,8 @@ def test_context_limit_is_reached_identically(target):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"temperature": 0.7}, "temperature=0.7.*greedily"),
+        ({"sampling": Sampling(temperature=0.7), "check_generate": True}, "check_generate.*temperature=0"),
+        ({"batch": 0}, "batch=0"),
         ({"turns": "second"}, "turns='second'"),
         ({"max_new_tokens": 0}, "max_new_tokens=0"),
     ],

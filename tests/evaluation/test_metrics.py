@@ -25,6 +25,7 @@ def record(accepted, speculative, baseline, *, identical=True, category="", gene
         drafted=5 * len(accepted),
         verified=6 * len(accepted),
         draft_s=0.25 * speculative,
+        pack_s=0.0625 * speculative,
         verify_s=0.5 * speculative,
         commit_s=0.125 * speculative,
         speculative=Timing(tokens, speculative, 0.1),
@@ -61,7 +62,9 @@ def test_speed_is_a_ratio_of_totals():
     assert summary["tokens_per_round"] == pytest.approx(3.0)  # tau is 3.2
     assert summary["identical"] == {"count": 1, "of": 2}
     assert "identical_to_generate" not in summary
-    assert summary["time_split"] == pytest.approx({"draft": 0.25, "verify": 0.5, "commit": 0.125, "other": 0.125})
+    assert summary["time_split"] == pytest.approx(
+        {"draft": 0.25, "pack": 0.0625, "verify": 0.5, "commit": 0.125, "other": 0.0625}
+    )
     assert summary["seconds"]["prefill"] == pytest.approx(0.2)
 
 
@@ -86,6 +89,9 @@ def test_generate_check_counts_only_what_was_checked():
 
 def as_dict(turns, **changes):
     settings = {
+        "temperature": 0.0,
+        "batch": 1,
+        "same_text_expected": True,
         "tree": {"name": "static"},
         "target": "bundled",
         "dtype": "float32",

@@ -86,9 +86,11 @@ class ScriptState:
 class ScriptDrafter:
     """A drafter whose hidden state is its scores, and which checks every argument it is given.
 
+    Its state is one `ScriptState` per sequence.
+
     Args:
         predict: scores over the draft vocabulary.
-        first: x_0, which no draft row carries.
+        first: x_0, which no draft row carries; a list of them in the order in which sequences come.
         target_ids: draft id -> target id.
         fail: {"extend" | "step" | "log_probs": call number that raises}, counted from 1.
     """
@@ -106,52 +108,87 @@ class ScriptDrafter:
         if self.fail.get(name) == self.calls[name]:
             raise RuntimeError(f"scripted failure in {name}")
 
-    def new_state(self, batch, capacity):
-        assert batch == 1
-        return ScriptState([self.first])
+    def new_state(self, batch, capacity, room=None):
+        if isinstance(self.first, int):
+            return [ScriptState([self.first]) for _ in range(batch)]
+        firsts, self.first = self.first[:batch], self.first[batch:]
+        assert len(firsts) == batch
+        return [ScriptState([first]) for first in firsts]
+
+    def join(self, state, other):
+        assert not any(one.nodes for one in [*state, *other])
+        state.extend(other)
+
+    def select(self, state, order):
+        state[:] = [state[b] for b in order]
 
     def extend(self, state, features_BNF, tokens_BN, position_BN, counts=None):
-        assert not state.nodes, "tree rows were kept between rounds"
-        count = tokens_BN.shape[1] if counts is None else counts[0]
-        start = len(state.tokens) - 1
-        assert position_BN[0, :count].tolist() == list(range(start, start + count))
         self._called("extend")
+        B, N = tokens_BN.shape
+        counts = [N] * B if counts is None else counts
+        assert len(state) == B == len(counts)
+        outputs = [
+            self._extend_one(state[b], features_BNF[b], tokens_BN[b], position_BN.expand(B, -1)[b], counts[b])
+            for b in range(B)
+        ]
+        like = next(rows[0] for rows in outputs if rows)
+        unused = torch.full_like(like, float("nan"))
+        return torch.stack([torch.stack(rows + [unused] * (N - len(rows))) for rows in outputs])
+
+    def _extend_one(self, state, features_NF, tokens_N, position_N, count):
+        assert not state.nodes, "tree rows were kept between rounds"
+        start = len(state.tokens) - 1
+        assert position_N[:count].tolist() == list(range(start, start + count))
         outputs = []
-        for token in tokens_BN[0, :count].tolist():
+        for token in tokens_N[:count].tolist():
             state.tokens.append(token)
             outputs.append(self.predict(tuple(state.tokens)))
-        state.features += list(features_BNF[0, :count].clone())
-        state.seed = outputs[-1]
-        self.highest_position = max(self.highest_position, start + count - 1)
+        state.features += list(features_NF[:count].clone())
+        state.seed = outputs[-1] if outputs else state.seed
+        if count:
+            self.highest_position = max(self.highest_position, start + count - 1)
         assert self.highest_position < self.max_positions
-        return torch.stack(outputs)[None]
+        return outputs
+
+    def truncate(self, state, lengths):
+        for one, length in zip(state, lengths, strict=True):
+            one.features = one.features[:length]
+            one.tokens = one.tokens[: length + 1]
 
     def step(self, state, hidden_BWd, tokens_BW, position_BW, ancestor_BWP=None):
-        W, before = tokens_BW.shape[1], len(state.nodes)
+        B, W, before = len(state), tokens_BW.shape[1], len(state[0].nodes)
         if ancestor_BWP is None:
             assert W == 1
-            ancestor_BWP = torch.ones(1, 1, before + 1, dtype=torch.bool)
-        assert ancestor_BWP.shape == (1, W, before + W)
+            ancestor_BWP = torch.ones(B, 1, before + 1, dtype=torch.bool)
+        assert ancestor_BWP.shape == (B, W, before + W)
         assert ancestor_BWP.dtype == torch.bool
-        new = []
-        for w, token in enumerate(tokens_BW[0].tolist()):
-            sees = ancestor_BWP[0, w].nonzero().flatten().tolist()
+        new = [self._step_one(state[b], hidden_BWd[b], tokens_BW[b], position_BW[b], ancestor_BWP[b]) for b in range(B)]
+        self._called("step")
+        for one, nodes in zip(state, new, strict=True):
+            one.nodes += nodes
+        return torch.stack([torch.stack([output for _, output in nodes]) for nodes in new])
+
+    def _step_one(self, state, hidden_Wd, tokens_W, position_W, ancestor_WP):
+        before, new = len(state.nodes), []
+        idle = bool(hidden_Wd.isnan().any()) or int(position_W[0]) < len(state.tokens) - 1
+        for w, token in enumerate(tokens_W.tolist()):
+            sees = ancestor_WP[w].nonzero().flatten().tolist()
             assert sees[-1] == before + w, "a node sees itself last, and no later sibling"
             earlier = [state.nodes[row][0] for row in sees[:-1]]
             path = (earlier[-1] if earlier else ()) + (token,)
             assert earlier == [path[:length] for length in range(1, len(path))]
-            assert position_BW[0, w].item() == len(state.tokens) - 2 + len(path)
             parent = state.nodes[sees[-2]][1] if earlier else state.seed
-            assert torch.equal(hidden_BWd[0, w], parent)
+            if not idle:  # a sequence that no longer drafts is carried along at position 0
+                assert position_W[w].item() == len(state.tokens) - 2 + len(path)
+                assert torch.equal(hidden_Wd[w], parent)
+                self.highest_position = max(self.highest_position, int(position_W[w]))
+                assert self.highest_position < self.max_positions
             new.append((path, self.predict((*state.tokens, *path))))
-        self._called("step")
-        self.highest_position = max(self.highest_position, int(position_BW.max()))
-        assert self.highest_position < self.max_positions
-        state.nodes += new
-        return torch.stack([output for _, output in new])[None]
+        return new
 
     def discard(self, state):
-        state.nodes = []
+        for one in state:
+            one.nodes = []
 
     def log_probs(self, hidden):
         self._called("log_probs")

@@ -1,9 +1,7 @@
-"""Tree policies: which candidates are drafted in a round.
+"""Trees whose shape is known beforehand: planned once, then drafted level by level.
 
-Letters: B batch, N nodes, C nodes of one level, W nodes of one level that have children, P
-provisional draft rows so far, K children looked at per node, d hidden.
-
-A new policy is a class with the members of `protocol.TreePolicy`, entered in `POLICIES`.
+Letters: B batch, N nodes, C nodes of one level, W nodes of one level that have children, P provisional draft rows so
+far, K children looked at per node, V draft vocabulary, d hidden.
 """
 
 from __future__ import annotations
@@ -17,11 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eaglelab.decoding.protocol import Drafter, DraftSeed, DraftState, TreePolicy
+from eaglelab.decoding.protocol import Drafter, DraftSeed, DraftState
 from eaglelab.decoding.tree import Topology, Tree, parents_of_paths
 
+Ranks = tuple[int, ...]  # child ranks from the root down
+
 # The pinned EAGLE-1 tree `mc_sim_7b_63` (docs: contracts, static tree), as ranks of children.
-STATIC_25: tuple[tuple[int, ...], ...] = (
+STATIC_25: tuple[Ranks, ...] = (
     *((0,), (1,), (2,), (3,)),
     *((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0)),
     *((0, 0, 0), (0, 0, 1), (0, 0, 2), (0, 1, 0), (0, 1, 1), (0, 2, 0), (0, 2, 1), (1, 0, 0)),
@@ -29,10 +29,13 @@ STATIC_25: tuple[tuple[int, ...], ...] = (
     *((0, 0, 0, 0, 0), (0, 0, 0, 0, 1)),
 )
 
+Choose = Callable[[Tensor, int], tuple[Tensor, Tensor]]
+"""(log p [B, W, V] at temperature 1, K) -> log p and draft ids of each row's K children, [B, W, K], in rank order."""
+
 
 @dataclass(frozen=True)
-class _Level:
-    """How one level of a static tree is drawn from the level above; None means "all, in order".
+class Level:
+    """How one level is drawn from the level above; None means "all, in order".
 
     top_k: children looked at per parent.
     pick_C: which of the flattened [W * top_k] children are nodes of this level.
@@ -48,28 +51,30 @@ class _Level:
     hidden_W: Tensor | None = None
     sees_1WP: Tensor | None = None
 
-    def to(self, device: torch.device) -> _Level:
+    def to(self, device: torch.device) -> Level:
         pick_C, *rest = (
             t if t is None else t.to(device) for t in (self.pick_C, self.inner_W, self.hidden_W, self.sees_1WP)
         )
-        return _Level(self.top_k, pick_C, self.forwards, *rest)
+        return Level(self.top_k, pick_C, self.forwards, *rest)
 
 
-class StaticTree:
-    """The same tree in every round, given as paths of child ranks.
+class FixedTree:
+    """The same shape in every round; which tokens fill it is the subclass's choice.
 
-    Source: contracts, section 6; the default is the 25-node tree of EAGLE-1.
+    Attributes:
+        paths: the nodes as child ranks, parents first, siblings in rank order.
 
     Raises:
         ValueError: paths that are not a tree (see `parents_of_paths`) or an empty list.
     """
 
-    name = "static"
+    name: str
+    samples = False
 
-    def __init__(self, paths: Sequence[Sequence[int]] = STATIC_25) -> None:
+    def __init__(self, paths: Sequence[Sequence[int]]) -> None:
         ordered = sorted((tuple(path) for path in paths), key=lambda path: (len(path), path))
         if not ordered:
-            raise ValueError("static tree: no paths; use tree=none to decode without a drafter")
+            raise ValueError(f"{self.name} tree: no paths; use tree=none to decode without a drafter")
         parents = parents_of_paths(ordered)
         self.paths = ordered
         self.max_depth = len(ordered[-1])
@@ -80,23 +85,6 @@ class StaticTree:
         self.topology = Topology.from_parents(torch.tensor([parents]), self.max_depth, chain=chain)
         self._device = torch.device("cpu")
 
-    @classmethod
-    def from_file(cls, path: str | Path) -> StaticTree:
-        """Read a JSON list of paths.
-
-        Raises:
-            ValueError: the file cannot be read, is not such a list, or the paths are not a tree.
-        """
-        try:
-            paths = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, json.JSONDecodeError) as error:
-            raise ValueError(
-                f"tree.paths={path}: {error}; expected a JSON list of paths such as [[0], [1], [0, 0]]"
-            ) from error
-        if not isinstance(paths, list) or not all(isinstance(item, list) for item in paths):
-            raise ValueError(f"tree.paths={path}: expected a JSON list of paths such as [[0], [1], [0, 0]]")
-        return cls(paths)
-
     def settings(self) -> dict[str, Any]:
         is_default = tuple(self.paths) == STATIC_25
         return {
@@ -106,20 +94,20 @@ class StaticTree:
             "paths": "eagle1_25" if is_default else [list(path) for path in self.paths],
         }
 
-    def draft(self, drafter: Drafter, state: DraftState, seed: DraftSeed) -> Tree:
+    def fill(self, drafter: Drafter, state: DraftState, seed: DraftSeed, choose: Choose) -> Tree:
         """Draft level by level: one drafter call per level that has children.
 
         Raises:
             ValueError: a node has more children than the draft vocabulary has tokens.
         """
-        self._move_to(seed.hidden_B1d.device)
+        self.move_to(seed.hidden_B1d.device)
         hidden_BWd = seed.hidden_B1d
         value_BW1: Tensor | None = None
         tokens, values = [], []
         for depth, level in enumerate(self.levels, start=1):
             log_p_BWV = drafter.log_probs(hidden_BWd)
             self._check_vocabulary(level.top_k, log_p_BWV.shape[-1])
-            log_p_BWK, ids_BWK = log_p_BWV.topk(level.top_k, dim=-1)
+            log_p_BWK, ids_BWK = choose(log_p_BWV, level.top_k)
             value_BWK = log_p_BWK if value_BW1 is None else value_BW1 + log_p_BWK
             tokens_BC = _take(drafter.to_target_ids(ids_BWK).flatten(1), level.pick_C)
             value_BC = _take(value_BWK.flatten(1), level.pick_C)
@@ -136,7 +124,14 @@ class StaticTree:
                 (seed.position_B1 + depth).expand_as(tokens_BW),
                 None if sees_1WP is None else sees_1WP.expand(seed.batch, -1, -1),
             )
-        return Tree(torch.cat(tokens, dim=1), torch.cat(values, dim=1), self.topology)
+        return Tree(torch.cat(tokens, dim=1), torch.cat(values, dim=1), self.topology, expanded=self.max_nodes)
+
+    def move_to(self, device: torch.device) -> None:
+        """Bring the plan to the drafter's device, once."""
+        if device != self._device:
+            self.levels = [level.to(device) for level in self.levels]
+            self.topology = self.topology.to(device)
+            self._device = device
 
     def _check_vocabulary(self, top_k: int, vocabulary: int) -> None:
         if top_k > vocabulary:
@@ -146,66 +141,22 @@ class StaticTree:
                 f"{vocabulary}"
             )
 
-    def _move_to(self, device: torch.device) -> None:
-        if device != self._device:
-            self.levels = [level.to(device) for level in self.levels]
-            self.topology = self.topology.to(device)
-            self._device = device
 
-
-class Chain(StaticTree):
-    """The drafter's most likely continuation, `depth` tokens long.
+def read_paths(path: str | Path) -> list[list[int]]:
+    """Read a JSON list of paths.
 
     Raises:
-        ValueError: depth < 1.
+        ValueError: the file cannot be read or is not such a list.
     """
-
-    name = "chain"
-
-    def __init__(self, depth: int = 5) -> None:
-        if type(depth) is not int or depth < 1:
-            raise ValueError(
-                f"tree.depth={depth!r}: a chain needs a whole number of draft tokens >= 1; use "
-                "tree=none to decode without a drafter"
-            )
-        super().__init__([(0,) * level for level in range(1, depth + 1)])
-
-    def settings(self) -> dict[str, Any]:
-        return {"name": self.name, "nodes": self.max_nodes, "depth": self.max_depth}
-
-
-def _static(*, paths: str | Path | Sequence[Sequence[int]] | None = None) -> StaticTree:
-    if paths is None:
-        return StaticTree()
-    return StaticTree.from_file(paths) if isinstance(paths, str | Path) else StaticTree(paths)
-
-
-def _none() -> None:
-    return None
-
-
-POLICIES: dict[str, Callable[..., TreePolicy | None]] = {
-    "chain": Chain,
-    "static": _static,
-    "none": _none,
-}
-
-
-def make_tree(name: str, **settings: Any) -> TreePolicy | None:
-    """The policy called `name`; `none` gives None, plain decoding.
-
-    Args:
-        settings: the policy's own: `depth` for chain, `paths` (a list, or a JSON file) for static.
-
-    Raises:
-        ValueError: unknown name, or settings that this policy does not have.
-    """
-    if name not in POLICIES:
-        raise ValueError(f"tree={name!r} is unknown; choose one of: {', '.join(POLICIES)}")
     try:
-        return POLICIES[name](**settings)
-    except TypeError as error:
-        raise ValueError(f"tree={name}: {error}") from error
+        paths = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(
+            f"tree.paths={path}: {error}; expected a JSON list of paths such as [[0], [1], [0, 0]]"
+        ) from error
+    if not isinstance(paths, list) or not all(isinstance(item, list) for item in paths):
+        raise ValueError(f"tree.paths={path}: expected a JSON list of paths such as [[0], [1], [0, 0]]")
+    return paths
 
 
 def _take(values: Tensor, index: Tensor | None) -> Tensor:
@@ -217,12 +168,12 @@ def _index(positions: list[int], size: int) -> Tensor | None:
     return None if positions == list(range(size)) else torch.tensor(positions)
 
 
-def _plan_levels(paths: list[tuple[int, ...]]) -> list[_Level]:
+def _plan_levels(paths: list[Ranks]) -> list[Level]:
     """Precompute the gathers and masks of each level; runs once per tree."""
     has_child = {path[:-1] for path in paths}
     by_depth = [[p for p in paths if len(p) == d] for d in range(len(paths[-1]) + 1)]
-    parents: list[tuple[int, ...]] = [()]  # the previous level's nodes that were forwarded
-    written: list[tuple[int, ...]] = []  # all provisional draft rows so far
+    parents: list[Ranks] = [()]  # the previous level's nodes that were forwarded
+    written: list[Ranks] = []  # all provisional draft rows so far
     levels = []
     for nodes in by_depth[1:]:
         top_k = 1 + max(path[-1] for path in nodes)
@@ -230,12 +181,12 @@ def _plan_levels(paths: list[tuple[int, ...]]) -> list[_Level]:
         pick_C = _index(picks, len(parents) * top_k)
         inner = [path for path in nodes if path in has_child]
         if not inner:
-            levels.append(_Level(top_k, pick_C, 0))
+            levels.append(Level(top_k, pick_C, 0))
             break
         written += inner
         sees = torch.tensor([[other == p[: len(other)] for other in written] for p in inner])
         levels.append(
-            _Level(
+            Level(
                 top_k,
                 pick_C,
                 len(inner),

@@ -1,0 +1,80 @@
+"""Settings that `eaglelab evaluate` and `eaglelab generate` share."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from omegaconf import DictConfig
+
+if TYPE_CHECKING:
+    from eaglelab.decoding import Sampling
+
+
+def sampling_of(config: DictConfig) -> Sampling:
+    """The config's sampling settings.
+
+    Raises:
+        ValueError: one out of range.
+    """
+    from eaglelab.decoding import Sampling
+
+    return Sampling(
+        temperature=float(config.temperature),
+        top_k=config.top_k,
+        top_p=float(config.top_p),
+        min_p=float(config.min_p),
+        repetition_penalty=float(config.repetition_penalty),
+        seed=config.seed,
+    )
+
+
+def telemetry_of(config: DictConfig) -> Telemetry:
+    """Where the config wants the records of rounds."""
+    return Telemetry(config.telemetry, config.wandb)
+
+
+class Telemetry:
+    """Keeps the rounds' records for a summary, and writes them to a file as they come.
+
+    Args:
+        path: .jsonl or .parquet; None: no file.
+        wandb: log the summary to Weights & Biases when closed.
+
+    Raises:
+        ValueError: another suffix.
+    """
+
+    def __init__(self, path: str | None, wandb: bool) -> None:
+        from eaglelab.evaluation import open_sink
+
+        self.asked = path is not None or wandb
+        self.take = self._take if self.asked else None
+        self._wandb = wandb
+        self._records: list[dict[str, Any]] = []
+        self._sink = None if path is None else open_sink(path)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._sink is not None:
+            self._sink.__exit__(kind, error, traceback)
+
+    def summary(self, decode_s: float) -> dict[str, Any]:
+        """Totals of the records (`summarize_rounds`), logged to W&B where that was asked for."""
+        from eaglelab.evaluation import log_to_wandb, summarize_rounds
+        from eaglelab.training.loggers import wandb_run
+
+        totals = summarize_rounds(self._records, decode_s=decode_s)
+        if self._wandb:
+            with wandb_run(job_type="evaluate") as run:
+                log_to_wandb(totals, run)
+        return totals
+
+    def _take(self, record: dict[str, Any]) -> None:
+        self._records.append(record)
+        if self._sink is not None:
+            self._sink.write(record)

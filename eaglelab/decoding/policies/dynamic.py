@@ -1,0 +1,142 @@
+"""EAGLE-2's dynamic tree: the drafter's own confidence decides where a tree grows.
+
+Letters: B batch, K width, W = K frontier nodes of the newest level, P provisional draft rows so far, M candidates
+recorded so far or at one level, N nodes kept, R = M + 1 rows with the root, d hidden, V draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eaglelab.decoding.protocol import Drafter, DraftSeed, DraftState
+from eaglelab.decoding.tree import Topology, Tree
+
+
+class DynamicTree:
+    """Grow by path value, then keep the best nodes of all levels.
+
+    Level 1 is the root's `width` best children. Then, level by level, the `width` best nodes of the newest level are
+    forwarded and `width` children of each are recorded. The `budget` best of all recorded nodes are the tree. A
+    node's value is the sum of log p along its path, p at temperature 1 whatever the sampling temperature; equal values
+    go to the shallower, then to the earlier recorded node.
+
+    Source: EAGLE-2; contracts, section 6. The pinned code's `depth` d is `depth=d + 1` here, where the deepest level
+    counts, and its `total_tokens` t is `budget=t - 1`, without the root. The defaults are its 60 / 5 / 10.
+
+    A NaN from the drafter cannot break the tree and costs no host sync: such nodes rank last, like impossible ones,
+    and the target decides every token anyway. Their NaN stays in the tree's log values, where telemetry shows it.
+
+    Args:
+        width: children recorded per node, and nodes forwarded per level.
+        depth: deepest level that is grown. A level below `budget` could not be kept and is not grown.
+        budget: most nodes to verify.
+
+    Raises:
+        ValueError: an argument is not a whole number >= 1.
+    """
+
+    name = "dynamic"
+    samples = False
+
+    def __init__(self, width: int = 10, depth: int = 6, budget: int = 59) -> None:
+        for setting, value in (("width", width), ("depth", depth), ("budget", budget)):
+            if type(value) is not int or value < 1:
+                raise ValueError(
+                    f"tree.{setting}={value!r}: a dynamic tree needs a whole number >= 1; use tree=none to decode "
+                    "without a drafter"
+                )
+        self.width, self.depth, self.budget = width, depth, budget
+        self.max_depth = min(depth, budget)
+        self.max_step_rows = width * (self.max_depth - 1)
+        self.expanded = width + width * self.max_step_rows
+        self.max_nodes = min(budget, self.expanded)
+
+    def settings(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "nodes": self.max_nodes,
+            "depth": self.depth,
+            "width": self.width,
+            "budget": self.budget,
+        }
+
+    def draft(self, drafter: Drafter, state: DraftState, seed: DraftSeed) -> Tree:
+        """One drafter call per level but the last; every sequence gets its own tree, without a host sync.
+
+        Raises:
+            ValueError: `width` is above the draft vocabulary.
+        """
+        K, device = self.width, seed.hidden_B1d.device
+        self_BWW = torch.eye(K, dtype=torch.bool, device=device).expand(seed.batch, -1, -1)
+        value_BM, tokens_BM = self._children(drafter, seed.hidden_B1d, torch.zeros(seed.batch, 1, device=device))
+        values, tokens, parents = [value_BM], [tokens_BM], [torch.zeros_like(tokens_BM)]
+        hidden_BWd, sees_BWP = seed.hidden_B1d.expand(-1, K, -1), self_BWW
+        first_row = 1  # of the newest level, in the order of recording
+        for level in range(1, self.max_depth):
+            front_BW = best_first(value_BM)[:, :K]
+            if level > 1:
+                above_BW = front_BW // K  # each node's parent, as a place in the frontier before
+                hidden_BWd = _gather_rows(hidden_BWd, above_BW)
+                sees_BWP = torch.cat([_gather_rows(sees_BWP, above_BW), self_BWW], dim=-1)
+            value_BW, tokens_BW = value_BM.gather(1, front_BW), tokens_BM.gather(1, front_BW)
+            position_BW = (seed.position_B1 + level).expand_as(tokens_BW)
+            hidden_BWd = drafter.step(state, hidden_BWd, tokens_BW, position_BW, sees_BWP)
+            parents.append((front_BW + first_row).repeat_interleave(K, dim=1))
+            first_row += value_BM.shape[1]
+            value_BM, tokens_BM = self._children(drafter, hidden_BWd, value_BW)
+            values.append(value_BM)
+            tokens.append(tokens_BM)
+        return self._prune(torch.cat(parents, dim=1), torch.cat(tokens, dim=1), torch.cat(values, dim=1))
+
+    def _children(self, drafter: Drafter, hidden_BWd: Tensor, value_BW: Tensor) -> tuple[Tensor, Tensor]:
+        """Path values and tokens [B, W * width] of every node's best children, node by node."""
+        log_p_BWV = drafter.log_probs(hidden_BWd)
+        vocabulary = log_p_BWV.shape[-1]
+        if self.width > vocabulary:
+            raise ValueError(
+                f"tree=dynamic takes {self.width} children of one node, but the draft vocabulary has {vocabulary} "
+                f"tokens; use tree.width={vocabulary} or less"
+            )
+        log_p_BWK, ids_BWK = log_p_BWV.topk(self.width, dim=-1)
+        parent_BW1 = value_BW.unsqueeze(-1)
+        value_BWK = torch.minimum(parent_BW1 + log_p_BWK, parent_BW1)
+        return value_BWK.flatten(1), drafter.to_target_ids(ids_BWK).flatten(1)
+
+    def _prune(self, parent_BM: Tensor, tokens_BM: Tensor, value_BM: Tensor) -> Tree:
+        kept_BN, parent_BN = prune(parent_BM, value_BM, self.budget)
+        topology = Topology.from_parents(parent_BN, self.max_depth, chain=self.width == 1)
+        return Tree(tokens_BM.gather(1, kept_BN), value_BM.gather(1, kept_BN), topology, expanded=self.expanded)
+
+
+def prune(parent_BM: Tensor, value_BM: Tensor, budget: int) -> tuple[Tensor, Tensor]:
+    """Keep the `budget` best candidates of each sequence, all of them where there are fewer.
+
+    Candidates stand in the order in which they were recorded, level by level, so that a stable sort by value also
+    puts the shallower and then the earlier of two equals first. A child's value is at most its parent's, hence the
+    best nodes include their ancestors; none is added afterwards.
+
+    Args:
+        parent_BM: int64, row of each candidate's parent: 0 is the root, m + 1 is candidate m.
+        value_BM: path values, -inf and NaN last.
+
+    Returns:
+        kept_BN: int64, the kept candidates in the order of recording.
+        parent_BN: int64, row of each one's parent among the kept: 0 is the root, i + 1 is kept candidate i.
+    """
+    kept_BN = best_first(value_BM)[:, :budget].sort(dim=1).values
+    row_1N = torch.arange(1, kept_BN.shape[1] + 1, device=kept_BN.device).expand_as(kept_BN)
+    row_BR = torch.zeros_like(torch.nn.functional.pad(parent_BM, (1, 0))).scatter(1, kept_BN + 1, row_1N)
+    return kept_BN, row_BR.gather(1, parent_BM.gather(1, kept_BN))
+
+
+def best_first(value_BM: Tensor) -> Tensor:
+    """Indices of the values, largest first, equals in order, NaN with -inf."""
+    ranked_BM = value_BM.masked_fill(value_BM.isnan(), -torch.inf)
+    return ranked_BM.argsort(dim=1, descending=True, stable=True)
+
+
+def _gather_rows(values_BWn: Tensor, rows_BW: Tensor) -> Tensor:
+    return values_BWn.gather(1, rows_BW[..., None].expand(-1, -1, values_BWn.shape[-1]))
