@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib
 import sys
+from keyword import iskeyword
 
 VERBS = {
     "train": "train a drafter: eaglelab train variant=eagle",
     "evaluate": "decode held-out prompts with and without the drafter: eaglelab evaluate run=DIR",
     "bench": "cost of a training step of each variant: eaglelab bench",
     "generate": 'answer a prompt, accepted draft tokens marked: eaglelab generate run=DIR prompt="..."',
+    "import": "a published drafter becomes a run folder: eaglelab import source=DIR target.source=DIR out=DIR",
+    "export": "a run's drafter for vLLM, SGLang and others: eaglelab export run=DIR format=vllm out=DIR",
 }
 
 
@@ -32,7 +35,7 @@ def main(argv: list[str] | None = None) -> None:
             file=sys.stderr,
         )
         raise SystemExit(2)
-    module = importlib.import_module(f"eaglelab.cli.{verb}")
+    module = importlib.import_module(f"eaglelab.cli.{verb}{'_' if iskeyword(verb) else ''}")
     # Launchers of further processes start the job again from argv[0] (or, under python -m, from the module that was
     # run), so argv[0] must be a file that runs this verb
     sys.argv = [str(module.__file__), *arguments[1:]]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal, get_args
 
 from transformers import LlamaConfig, PretrainedConfig
 
 # Rotary laws whose angles do not depend on the length of the sequence at hand.
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+Recurrence = Literal["pre_norm", "post_norm"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +28,10 @@ class DrafterConfig:
         fc_bias: bias of the fusion projection (published EAGLE-1: yes; some servers ignore it: say no).
         num_taps: target streams per row, concatenated (EAGLE-1 and HASS read 1, EAGLE-3 reads 3).
         draft_vocab_size: tokens that the drafter's own head can propose; None: no own head, or all of them.
+        fc_norm: an RMSNorm on each tap before the fusion (EAGLE-3.1; ``fc_norm`` in published configs).
+        recurrence: which output of the fused layer is the next state: ``pre_norm``, before the final norm (EAGLE-3),
+            or ``post_norm``, after it (EAGLE-3.1; ``norm_output`` in published configs). The head reads it after the
+            norm either way.
     """
 
     hidden_size: int
@@ -40,6 +46,8 @@ class DrafterConfig:
     fc_bias: bool = True
     num_taps: int = 1
     draft_vocab_size: int | None = None
+    fc_norm: bool = False
+    recurrence: Recurrence = "pre_norm"
 
     def __post_init__(self) -> None:
         heads, groups = self.num_attention_heads, self.num_key_value_heads
@@ -48,6 +56,8 @@ class DrafterConfig:
                 f"drafter: num_attention_heads={heads} is not a multiple of num_key_value_heads={groups}; "
                 "set both under variant.drafter"
             )
+        if self.recurrence not in get_args(Recurrence):
+            raise ValueError(f"variant.recurrence={self.recurrence!r} is not one of {', '.join(get_args(Recurrence))}")
         rope_type = self.rope_parameters.get("rope_type", "default")
         if rope_type not in STATIC_ROPE_TYPES:
             raise ValueError(
@@ -93,7 +103,7 @@ class DrafterConfig:
     def to_llama(self) -> LlamaConfig:
         """The same layer as a transformers config (rotary tables, checkpoint files)."""
         values = self.to_dict()
-        for own in ("fc_bias", "num_taps", "draft_vocab_size"):
+        for own in ("fc_bias", "num_taps", "draft_vocab_size", "fc_norm", "recurrence"):
             values.pop(own)
         return LlamaConfig(num_hidden_layers=1, **values)
 

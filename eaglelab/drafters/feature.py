@@ -37,6 +37,8 @@ class FeatureDrafter(DraftNetwork):
         super().__init__(config)
         if config.num_taps != 1:
             raise ValueError(f"a feature drafter reads one tap, got num_taps={config.num_taps}")
+        if config.fc_norm or config.recurrence != "pre_norm":
+            raise ValueError("fc_norm and recurrence belong to variant=eagle3; a feature drafter has no such norms")
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.fc_bias)
         self.layers = nn.ModuleList([FeatureLayer(config)])
         self.rotary = Rotary(config)

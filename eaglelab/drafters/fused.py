@@ -1,9 +1,10 @@
 """The fused drafter of EAGLE-3 (SafeAILab ``cnets.py``).
 
 Three target streams are fused once, ``fc`` 3d -> d; one decoder layer attends over ``[norm(e); norm(h)]``, 2d wide; its
-output before the final norm is the next state, and after it what the drafter's own head reads.
+output before the final norm is the next state, and after it what the drafter's own head reads. EAGLE-3.1 (TorchSpec,
+vLLM) has the same tensors, one norm per stream in front of ``fc``, and feeds the *normed* output back.
 
-Letters: B sequences, N rows, F = 3 d, d hidden width, V target vocabulary, K draft vocabulary.
+Letters: B sequences, N rows, T taps, F = T d, d hidden width, V target vocabulary, K draft vocabulary.
 """
 
 from __future__ import annotations
@@ -51,6 +52,11 @@ class FusedDrafter(DraftNetwork):
         super().__init__(config)
         d, V = config.hidden_size, config.vocab_size
         self.fc = nn.Linear(config.num_taps * d, d, bias=config.fc_bias)
+        self.fc_norm = (
+            nn.ModuleList(nn.RMSNorm(d, eps=config.rms_norm_eps) for _ in range(config.num_taps))
+            if config.fc_norm
+            else None
+        )
         self.midlayer = FusedLayer(config)
         self.norm = nn.RMSNorm(d, eps=config.rms_norm_eps)
         self.lm_head = nn.Linear(d, config.draft_vocab_size or V, bias=False)
@@ -68,20 +74,38 @@ class FusedDrafter(DraftNetwork):
         return self.d2t + torch.arange(self.d2t.numel(), device=self.d2t.device)
 
     def fuse(self, taps_BNF: Tensor) -> Tensor:
-        """The learned fusion of the three streams."""
+        """The learned fusion of the streams."""
+        if self.fc_norm is not None:
+            streams = taps_BNF.split(self.config.hidden_size, dim=-1)
+            taps_BNF = torch.cat([norm(x_BNd) for norm, x_BNd in zip(self.fc_norm, streams, strict=True)], dim=-1)
         return self.fc(taps_BNF)
 
     def forward(self, state_BNd: Tensor, embedding_BNd: Tensor, position_BN: Tensor, attend: Attend) -> Tensor:
-        """The next state, before the final norm; arguments as in :class:`DraftNetwork`."""
-        return self.midlayer(state_BNd, embedding_BNd, *self.rotary(position_BN), attend)
+        """The next state, before the final norm or after it; arguments as in :class:`DraftNetwork`."""
+        state_BNd = self.midlayer(state_BNd, embedding_BNd, *self.rotary(position_BN), attend)
+        return self.norm(state_BNd) if self.recurs_normed else state_BNd
 
     def keys(self, state_BNd: Tensor, embedding_BNd: Tensor, position_BN: Tensor) -> tuple[Tensor, Tensor]:
         x_BNi = self.midlayer.attention_input(state_BNd, embedding_BNd)
         return self.midlayer.self_attn.keys(x_BNi, *self.rotary(position_BN))
 
+    @property
+    def recurs_normed(self) -> bool:
+        """Whether a state has passed the final norm already."""
+        return self.config.recurrence == "post_norm"
+
+    def head_input(self, state: Tensor) -> Tensor:
+        """What the head reads of a state: normed exactly once."""
+        return state if self.recurs_normed else self.norm(state)
+
+    @property
+    def head_parameters(self) -> list[Tensor]:
+        """What :meth:`logits` multiplies a state with."""
+        return [self.lm_head.weight] if self.recurs_normed else [self.norm.weight, self.lm_head.weight]
+
     def logits(self, state: Tensor, target_head: Head) -> Tensor:
         """[..., d] -> [..., K] through the drafter's own norm and head."""
-        return self.lm_head(self.norm(state))
+        return self.lm_head(self.head_input(state))
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
         return draft_ids if self.config.draft_vocab_size is None else draft_ids + self.d2t[draft_ids]

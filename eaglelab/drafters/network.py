@@ -50,6 +50,10 @@ class DraftNetwork(nn.Module, ABC):
     def keys(self, state_BNd: Tensor, embedding_BNd: Tensor, position_BN: Tensor) -> tuple[Tensor, Tensor]:
         """Only the keys and values [B, G, N, D] that :meth:`forward` would hand to ``attend``."""
 
+    def head_input(self, state: Tensor) -> Tensor:
+        """What the head reads of a state [..., d], and what is compared with the target's final feature."""
+        return state
+
     def logits(self, state: Tensor, target_head: Head) -> Tensor:
         """Predicted states [..., d] -> logits over the draft vocabulary; here the target's own head and vocabulary."""
         return target_head(state)

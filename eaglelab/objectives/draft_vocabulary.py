@@ -65,7 +65,8 @@ def distill_to_draft_vocabulary(
                 target_mV = target_mV[:, ids_K]
             best_draft_m1 = target_mV.argmax(-1, keepdim=True)
             in_vocabulary_m1 = (best_draft_m1 if ids_K is None else ids_K[best_draft_m1]) == best_m1
-            q_mK = target_mV.float().softmax(-1) * in_vocabulary_m1
+            q_mK = target_mV.float().softmax(-1).mul_(in_vocabulary_m1)
+            del target_mV
         log_p_mK = draft_head(state_md).float().log_softmax(-1)
         with torch.no_grad():
             counted.add_(in_vocabulary_m1.sum())

@@ -5,13 +5,15 @@ Letters: B sequences, S tokens.
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+import functools
 import json
 import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,8 @@ from eaglelab.data import Batch, compile_rows
 from eaglelab.target import FrozenTarget
 from eaglelab.variants import VARIANTS, DraftingModule, OptimConfig, View
 
+Step = functools.partial[float]
+MMAP_THRESHOLD = -3  # glibc's mallopt
 LABELS = {"target": "eaglelab::target", "head_and_loss": "eaglelab::head_and_loss", "optimizer": "Optimizer.step"}
 
 
@@ -73,7 +77,10 @@ class StepCost:
 
     Attributes:
         seconds: median over the measured steps; seconds_low, seconds_high: their quartiles.
-        peak_mib: resident memory at its peak above what was resident before the steps (target, drafter, libraries).
+        peak_mib: memory that is in use at once at the step's peak, above what was resident before it (target, drafter,
+            libraries). Measured as resident memory while the allocator gives every freed block back.
+        resident_mib: the same while the allocator keeps freed blocks, as it does in training. What it keeps depends
+            on the order of blocks, not on what a step needs, and differs from run to run.
         split: share of the profiled step in target, attention, head and loss, optimizer, and the rest.
     """
 
@@ -84,6 +91,7 @@ class StepCost:
     seconds_low: float
     seconds_high: float
     peak_mib: float
+    resident_mib: float
     split: dict[str, float]
 
     def to_dict(self) -> dict[str, Any]:
@@ -91,26 +99,53 @@ class StepCost:
 
 
 def measure(variant: str, shape: Shape, settings: dict[str, Any] | None = None, *, steps: int = 5) -> StepCost:
-    """Measure in a fresh process, so that one variant's memory is not another's."""
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(1) as pool:
-        return pool.apply(_measure, (variant, shape, settings or {}, steps, torch.get_num_threads()))
+    """Measure in fresh processes, so that one variant's memory is not another's."""
+    job = (variant, shape, settings or {}, steps, torch.get_num_threads())
+    seconds, resident, split = _in_fresh_process(_measure_time, job)
+    peak = _in_fresh_process(_measure_peak, job, _return_freed_blocks)
+    low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive") if steps > 1 else seconds * 3
+    return StepCost(variant, job[2], shape, middle, low, high, peak, resident, split)
 
 
-def _measure(variant: str, shape: Shape, settings: dict[str, Any], steps: int, threads: int) -> StepCost:
+def _in_fresh_process(work: Callable[..., Any], job: tuple[Any, ...], start: Callable[[], None] | None = None) -> Any:
+    with multiprocessing.get_context("spawn").Pool(1, start) as pool:
+        return pool.apply(work, job)
+
+
+def _return_freed_blocks() -> None:
+    """From now on blocks of 64 KiB and more leave the process when they are freed (with glibc; else as before)."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(MMAP_THRESHOLD, 64 * 1024)
+
+
+def _measure_time(*job: Any) -> tuple[list[float], float, dict[str, float]]:
+    step, steps = _prepare(*job)
+    seconds: list[float] = []
+    resident = _peak_mib(lambda: seconds.extend(step() for _ in range(steps)))
+    return seconds, resident, _split(step)
+
+
+def _measure_peak(*job: Any) -> float:
+    return _peak_mib(_prepare(*job)[0])
+
+
+def _prepare(variant: str, shape: Shape, settings: dict[str, Any], steps: int, threads: int) -> tuple[Step, int]:
     torch.set_num_threads(threads)
     target = shape.target()
     counts = torch.ones(shape.vocab_size)
     module = VARIANTS[variant](target, OptimConfig(lr=1e-4), answer_counts=lambda: counts, **settings)
     optimizer, _ = module.optim.build(module.network.named_parameters(), steps)
     _step(module, optimizer, shape.make_batch(length=32))  # libraries, kernels, optimizer state
-    batch = shape.make_batch()
+    return functools.partial(_step, module, optimizer, shape.make_batch()), steps
+
+
+def _peak_mib(work: Callable[[], object]) -> float:
+    """Highest resident memory during ``work`` above what was resident before."""
     before = _resident_mib("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-    seconds = [_step(module, optimizer, batch) for _ in range(steps)]
-    peak = _resident_mib("VmHWM") - before
-    low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive") if steps > 1 else seconds * 3
-    return StepCost(variant, settings, shape, middle, low, high, peak, _split(module, optimizer, batch))
+    work()
+    return _resident_mib("VmHWM") - before
 
 
 def _step(module: DraftingModule, optimizer: torch.optim.Optimizer, batch: Batch) -> float:
@@ -125,10 +160,11 @@ def _step(module: DraftingModule, optimizer: torch.optim.Optimizer, batch: Batch
     return time.perf_counter() - began
 
 
-def _split(module: DraftingModule, optimizer: torch.optim.Optimizer, batch: Batch) -> dict[str, float]:
+def _split(step: Step) -> dict[str, float]:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the profiler writes notices there; this process ends after it
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        total = _step(module, optimizer, batch) * 1e6
+        total = step() * 1e6
+    module: DraftingModule = step.args[0]
     events = profile.key_averages()
     spent = {name: sum(e.cpu_time_total for e in events if e.key.startswith(key)) for name, key in LABELS.items()}
     outer = ("_JointAttention", "_JointAttentionBackward", "aten::scaled_dot_product_attention")
@@ -153,13 +189,16 @@ def _resident_mib(field: str) -> float:
 
 def cost_table(costs: Sequence[StepCost]) -> str:
     """Plain text, one line per measurement."""
-    lines = [f"{'variant':<10}{'s/step':>8}{'quartiles':>16}{'peak MiB':>10}  target  attn  head+loss  optim  rest"]
+    lines = [
+        f"{'variant':<10}{'s/step':>8}{'quartiles':>16}{'peak MiB':>10}{'resident':>10}"
+        "  target  attn  head+loss  optim  rest"
+    ]
     for cost in costs:
         share = cost.split
         lines.append(
             f"{cost.variant:<10}{cost.seconds:>8.3f}{cost.seconds_low:>8.3f}-{cost.seconds_high:<7.3f}"
-            f"{cost.peak_mib:>10.0f}{share['target']:>8.0%}{share['attention']:>6.0%}{share['head_and_loss']:>11.0%}"
-            f"{share['optimizer']:>7.0%}{share['rest']:>6.0%}"
+            f"{cost.peak_mib:>10.0f}{cost.resident_mib:>10.0f}{share['target']:>8.0%}{share['attention']:>6.0%}"
+            f"{share['head_and_loss']:>11.0%}{share['optimizer']:>7.0%}{share['rest']:>6.0%}"
         )
     return "\n".join(lines)
 

@@ -13,11 +13,12 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from eaglelab.data import ConversationDataModule
+from eaglelab.data.draft_vocabulary import DraftVocabulary
 from eaglelab.target import FeatureManifest, FrozenTarget
 from eaglelab.training.callbacks import GracefulStop
 from eaglelab.training.run_folder import RunFolder, read_checkpoint
 from eaglelab.variants import DraftingModule, OptimConfig
-from eaglelab.variants.manifest import WEIGHT_FIELDS
+from eaglelab.variants.manifest import require_same_weights
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ def train_once(config: DictConfig, run_dir: str | Path) -> TrainingResult:
         config.trainer, callbacks=callbacks, logger=instantiate(config.logger) if config.logger else False
     )
     if ckpt_path is not None:  # refuse before anything in the folder changes
-        module.on_load_checkpoint(read_checkpoint(ckpt_path))
+        require_resumable(module, ckpt_path)
     if trainer.is_global_zero:
         folder.path.mkdir(parents=True, exist_ok=True)
         module.manifest().save(folder.manifest_path)
@@ -102,6 +103,22 @@ def build_data(config: DictConfig, target: FrozenTarget) -> ConversationDataModu
     )
 
 
+def require_resumable(module: DraftingModule, ckpt_path: str) -> None:
+    """Take up a checkpoint's progress.
+
+    Raises:
+        ValueError: the checkpoint is damaged, or an imported drafter's: weights without a training.
+        ManifestMismatch: it belongs to another contract.
+    """
+    checkpoint = read_checkpoint(ckpt_path)
+    if "progress" not in checkpoint:
+        raise ValueError(
+            f"ckpt_path={ckpt_path} holds a drafter's weights but no training to continue (it was imported); start "
+            "from them with init_from=<the same> and another hydra.run.dir"
+        )
+    module.on_load_checkpoint(checkpoint)
+
+
 def load_initial_weights(module: DraftingModule, source: str) -> str:
     """Start from another run's weights (a run folder or a checkpoint file); optimizer and counters start anew.
 
@@ -112,9 +129,20 @@ def load_initial_weights(module: DraftingModule, source: str) -> str:
     path = RunFolder.existing(source).checkpoint("last") if Path(source).is_dir() else RunFolder("").checkpoint(source)
     checkpoint = read_checkpoint(path)
     saved = FeatureManifest.from_dict(checkpoint["manifest"], str(path))
-    saved.require_same(module.manifest(), WEIGHT_FIELDS, f"init_from={source} does not fit")
+    _adopt_vocabulary(module, checkpoint["state_dict"])
+    require_same_weights(saved, module, source)
     module.load_state_dict(checkpoint["state_dict"], strict=True)
     return str(path)
+
+
+def _adopt_vocabulary(module: DraftingModule, state: dict[str, torch.Tensor]) -> None:
+    """A loaded head keeps the draft vocabulary that it was trained for, whatever this training's data would choose."""
+    d2t_K, own = state.get("network.d2t"), module.draft_vocabulary
+    if d2t_K is None or own is None or d2t_K.numel() != own.ids_K.numel():
+        return  # nothing to adopt, or a difference that the manifests tell
+    module.draft_vocabulary = DraftVocabulary(d2t_K + torch.arange(d2t_K.numel()), own.target_size)
+    if module.answer_counts is not None:
+        module.report |= {"answer_token_coverage": module.draft_vocabulary.coverage(module.answer_counts())}
 
 
 def _resume_from(config: DictConfig, folder: RunFolder) -> str | None:

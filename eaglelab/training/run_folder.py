@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from eaglelab.drafters import DrafterConfig, SlotDrafter
+from eaglelab.drafters import DrafterConfig, DraftNetwork, SlotDrafter
 from eaglelab.target import FeatureManifest, FrozenTarget
 from eaglelab.variants import VARIANTS
 
@@ -112,8 +112,8 @@ class RunFolder:
         manifest.require_same(present, ("target",), f"{self.path} holds a drafter of another target")
         return target
 
-    def load_drafter(self, target: FrozenTarget, checkpoint: str = "last") -> SlotDrafter:
-        """The drafter's weights behind the decoding protocol, in the target's dtype and on its device.
+    def load_network(self, checkpoint: str = "last") -> DraftNetwork:
+        """The drafter's network with the checkpoint's weights, fp32 on the CPU.
 
         Raises:
             ValueError: no such checkpoint, or its tensors are not exactly the drafter's.
@@ -129,8 +129,16 @@ class RunFolder:
             network.load_state_dict(weights, strict=True)
         except RuntimeError as error:
             raise ValueError(f"{self.checkpoint(checkpoint)} does not hold this drafter: {error}") from error
-        network.to(device=target.device, dtype=target.dtype)
-        return SlotDrafter(network, target, manifest.taps)
+        return network
+
+    def load_drafter(self, target: FrozenTarget, checkpoint: str = "last") -> SlotDrafter:
+        """The drafter's weights behind the decoding protocol, in the target's dtype and on its device.
+
+        Raises:
+            ValueError: see :meth:`load_network`.
+        """
+        network = self.load_network(checkpoint).to(device=target.device, dtype=target.dtype)
+        return SlotDrafter(network, target, self.manifest().taps)
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
@@ -20,10 +20,12 @@ from torch import Tensor
 
 from eaglelab.data.batch import Batch
 from eaglelab.data.draft_vocabulary import DraftVocabulary
-from eaglelab.data.rows import SuperviseRule
+from eaglelab.data.rows import Rows
 from eaglelab.drafters import DrafterConfig, DraftNetwork, SlotDrafter
 from eaglelab.target import FeatureManifest, FrozenTarget, Tap
+from eaglelab.variants.contract import Contract
 from eaglelab.variants.manifest import build_manifest, require_same_contract
+from eaglelab.variants.measures import Measure, RowMeans, mean
 from eaglelab.variants.optim import OptimConfig
 from eaglelab.variants.simulation import ChainSimulation
 from eaglelab.variants.view import View
@@ -33,11 +35,34 @@ from eaglelab.variants.view import View
 class Pass:
     """One back-propagated pass over the rows.
 
-    ``loss`` is normalised by :meth:`DraftingModule.row_count`; ``means`` are what to log about it.
+    Attributes:
+        loss: normalised by :meth:`DraftingModule.row_count`.
+        terms: what the loss is made of, not normalised: the quotients add up to it.
+        measures: what else to log about it.
     """
 
     loss: Tensor
-    means: dict[str, Tensor]
+    terms: list[Measure]
+    measures: dict[str, Measure]
+
+    @property
+    def means(self) -> dict[str, Tensor]:
+        """The measures of this micro-batch and process alone."""
+        return {name: mean(measure) for name, measure in self.measures.items()}
+
+    def weighted(self, weight: float, step: int) -> Pass:
+        """As step ``step`` of a rollout, with that weight in the loss."""
+        measures = {f"{name}/step{step}" if step else name: measure for name, measure in self.measures.items()}
+        return Pass(weight * self.loss, [(weight * total, count) for total, count in self.terms], measures)
+
+    @classmethod
+    def joined(cls, passes: Sequence[Pass]) -> Pass:
+        """Several passes that are back-propagated together."""
+        loss = torch.zeros_like(passes[0].loss)
+        for one in passes:
+            loss = loss + one.loss
+        measures = {name: measure for one in passes for name, measure in one.measures.items()}
+        return cls(loss, [term for one in passes for term in one.terms], measures)
 
 
 class DraftingModule(L.LightningModule, ABC):
@@ -47,21 +72,22 @@ class DraftingModule(L.LightningModule, ABC):
     an optimizer. Passes are back-propagated one after the other (manual optimisation), so that memory is that of
     one pass; a batch without supervised rows changes nothing, weight decay included.
 
-    Subclasses set ``variant`` and ``taps`` and write :meth:`build_network` and :meth:`passes`.
+    Subclasses set ``variant``, ``taps`` and ``contract_type`` and write :meth:`build_network` and :meth:`passes`.
 
     Args:
         target: the frozen target.
         optim: recipe.
-        supervise: which rows count; stated in the manifest, applied by the data module.
         drafter: overrides of :class:`DrafterConfig`.
         chain_depth: depth of the simulated chain in validation.
         seed: of the noise; the draw depends on seed, micro-batch and process alone.
         answer_counts: how often each target id occurs in the answers of the training split, [V]; asked for only by
             variants with a reduced draft vocabulary.
-        switches: the variant's contract switches, recorded in the manifest.
+        switches: fields of ``contract_type``, recorded in the manifest.
     """
 
     variant: ClassVar[str]
+    contract_type: ClassVar[type[Contract]] = Contract
+    contract: Contract
     taps: tuple[Tap, ...] = ("final",)
 
     def __init__(
@@ -69,14 +95,14 @@ class DraftingModule(L.LightningModule, ABC):
         target: FrozenTarget,
         optim: OptimConfig,
         *,
-        supervise: SuperviseRule = "advanced",
         drafter: dict[str, Any] | None = None,
         chain_depth: int = 5,
         seed: int = 0,
         answer_counts: Callable[[], Tensor] | None = None,
-        switches: dict[str, Any],
+        **switches: Any,
     ) -> None:
         super().__init__()
+        self.contract = self.contract_type(**switches)
         self.automatic_optimization = False
         self.__dict__["target"] = target  # kept out of the module tree, see above
         self.optim = optim
@@ -84,14 +110,15 @@ class DraftingModule(L.LightningModule, ABC):
         self.answer_counts = answer_counts
         self.draft_vocabulary: DraftVocabulary | None = None
         self.report: dict[str, Any] = {}
-        self.switches = {"supervise": supervise, **switches}
         self.drafter_config = DrafterConfig.from_target(target.text_config, num_taps=len(self.taps), **(drafter or {}))
         self.network: DraftNetwork = self.build_network(self.drafter_config)
         self.chain = ChainSimulation(chain_depth)
+        self.measured = RowMeans()
         self.micro_step = 0
         self.skipped_batches = 0
         self.supervised_rows = 0
-        self._has_gradient = False
+        self._target_seconds = 0.0
+        self._has_gradient = self._gradient_is_local = False
         self._seconds_before, self._began = 0.0, time.perf_counter()
 
     target: FrozenTarget
@@ -109,6 +136,13 @@ class DraftingModule(L.LightningModule, ABC):
     @abstractmethod
     def passes(self, view: View) -> Iterator[Pass]:
         """The variant's passes over one micro-batch. Each is back-propagated before the next one is asked for."""
+
+    def supervised(self, rows: Rows, step: int = 0) -> Tensor:
+        """int64 [M], roots ``b * R + r`` whose rollout step ``step`` enters the loss; a variant may ask for more."""
+        return rows.supervised_slots(step)
+
+    def observe(self, measures: dict[str, Measure]) -> None:
+        """See the measures of a micro-batch; a variant may keep some for its report."""
 
     # ---- training -------------------------------------------------------------------------------------------
 
@@ -146,33 +180,41 @@ class DraftingModule(L.LightningModule, ABC):
         return torch.Generator().manual_seed(mixed % 2**63)
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:
-        rows = batch.rows.num_supervised
         self.micro_step += 1
-        self.supervised_rows += rows
-        if self._over_processes(rows) == 0:
+        rows = self._over_processes(self.supervised(batch.rows).numel())
+        if rows:
+            self.supervised_rows += int(rows)
+            self._backward_passes(batch)
+            self._has_gradient = True
+        else:
             self.skipped_batches += 1
-            if self.between_steps and self._has_gradient:
-                self._update()
-            return
+        if self.between_steps and self._has_gradient:
+            self._log_training()
+            self._update()
+
+    def _backward_passes(self, batch: Batch) -> None:
+        """Gradients of one micro-batch."""
         began = time.perf_counter()
         view = View.of(batch, self.target, self.taps)
-        target_seconds = time.perf_counter() - began
-        means: dict[str, Tensor] = {"loss": torch.zeros((), device=self.device)}
+        self._target_seconds += time.perf_counter() - began
+        terms: list[Measure] = []
+        measures: dict[str, Measure] = {}
         for number, one in enumerate(self.passes(view), start=1):
             last = self.between_steps and number == self.num_passes
             with nullcontext() if last else self._unsynchronised():
                 self.manual_backward(one.loss / self.optim.accumulate)
-            means["loss"] += one.loss.detach()
-            means |= one.means
-        self._log_training(means, rows, target_seconds)
-        self._has_gradient = True
-        if self.between_steps:
-            self._update()
+            self._gradient_is_local = not last
+            terms += one.terms
+            measures |= one.measures
+        self.measured.update(terms, measures)
+        self.observe(measures)
 
     def _update(self) -> None:
         optimizer, scheduler = self.optimizers(), self.lr_schedulers()
         assert isinstance(optimizer, LightningOptimizer)
         assert isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler)
+        if self._gradient_is_local:
+            self._average_gradients()
         if (limit := self.optim.clip_value) is not None:
             self.clip_gradients(optimizer.optimizer, gradient_clip_val=limit, gradient_clip_algorithm="value")
         if (limit := self.optim.clip_norm) is not None:
@@ -186,6 +228,13 @@ class DraftingModule(L.LightningModule, ABC):
         """Gradients stay on their process: they are exchanged once per step, by its last pass."""
         strategy = self.trainer.strategy
         return strategy.block_backward_sync() if isinstance(strategy, ParallelStrategy) else nullcontext()
+
+    def _average_gradients(self) -> None:
+        """Over the processes; what the last backward of a step does, for a step whose last micro-batch was empty."""
+        if self.trainer.world_size > 1:
+            for parameter in self.network.parameters():
+                if parameter.grad is not None:
+                    parameter.grad = self.trainer.strategy.reduce(parameter.grad, reduce_op="mean")
 
     def row_count(self, rows: int | Tensor) -> float | Tensor:
         """What a sum over ``rows`` rows of this process is divided by: the mean of that number over all processes.
@@ -201,25 +250,29 @@ class DraftingModule(L.LightningModule, ABC):
         """Sum over the processes; free on a single one."""
         if self._trainer is None or self.trainer.world_size == 1:
             return count
-        local = torch.as_tensor(count, device=self.device)
+        local = torch.as_tensor(count, device=self.device).clone()  # reduced in place
         total = self.trainer.strategy.reduce(local, reduce_op="sum")
         return total if isinstance(count, Tensor) else int(total)
 
-    def _log_training(self, means: dict[str, Tensor], rows: int, target_seconds: float) -> None:
+    def _log_training(self) -> None:
+        """Log the optimizer step: means over the rows of its micro-batches and of all processes."""
+        means = self.measured.compute()
+        self.measured.reset()
         bar = {name: means.pop(name) for name in ("loss", "accuracy") if name in means}
-        self.log_dict({f"train/{k}": v for k, v in bar.items()}, prog_bar=True, batch_size=rows)
-        self.log_dict({f"train/{k}": v for k, v in means.items()}, batch_size=rows)
+        self.log_dict({f"train/{k}": v for k, v in bar.items()}, prog_bar=True, batch_size=1)
+        self.log_dict({f"train/{k}": v for k, v in means.items()}, batch_size=1)
         schedule = self.lr_schedulers()
         assert isinstance(schedule, torch.optim.lr_scheduler.LRScheduler)
         self.log_dict(
             {
                 "train/lr": schedule.get_last_lr()[0],
-                "train/target_seconds": target_seconds,
+                "train/target_seconds": self._target_seconds,
                 "train/supervised_rows": float(self.supervised_rows),
                 "train/skipped_batches": float(self.skipped_batches),
             },
             batch_size=1,
         )
+        self._target_seconds = 0.0
 
     # ---- validation -----------------------------------------------------------------------------------------
 
@@ -253,7 +306,7 @@ class DraftingModule(L.LightningModule, ABC):
         Raises:
             ManifestMismatch: the checkpoint belongs to another target, address, drafter or objective.
         """
-        require_same_contract(FeatureManifest.from_dict(checkpoint["manifest"]), self.manifest())
+        require_same_contract(FeatureManifest.from_dict(checkpoint["manifest"]), self)
         progress = checkpoint["progress"]
         self.micro_step = progress["micro_step"]
         self.skipped_batches = progress["skipped_batches"]

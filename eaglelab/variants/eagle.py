@@ -11,59 +11,53 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
+from eaglelab.data.rows import Rows
 from eaglelab.drafters import DrafterConfig, FeatureDrafter, RolloutContext
 from eaglelab.objectives import NoiseLaw, distill, feature_noise, smooth_l1
-from eaglelab.target import FrozenTarget
 from eaglelab.variants.base import DraftingModule, Pass
-from eaglelab.variants.optim import OptimConfig
+from eaglelab.variants.contract import Contract, require_one_of
+from eaglelab.variants.measures import Measure
 from eaglelab.variants.view import View
 
+Labels = Literal["soft", "hard"]
 
-class EagleModule(DraftingModule):
-    """EAGLE-1 training.
 
-    Args:
-        target, optim: see :class:`DraftingModule`, as are the remaining keywords.
+@dataclasses.dataclass(kw_only=True)
+class EagleContract(Contract):
+    """EAGLE-1's switches.
+
+    Attributes:
         noise: law of the input noise.
         noise_scale: its half-width (standard deviation for ``gaussian``); 0.1 in the paper.
         regression_weight, distillation_weight: ``v_w`` and ``p_w``; 1.0 and 0.1 in the paper.
         smooth_l1_beta: where SmoothL1 turns linear.
-        switches_of_subclass: further contract switches for the manifest.
+        labels: what is distilled: ``soft``, the target's distribution, as published, or ``hard``, the data's token
+            ``x_{t+2}``, an ablation. Rows without that token, the last of each segment, are then no rows at all.
     """
 
-    variant = "eagle"
+    noise: NoiseLaw = "paper_uniform"
+    noise_scale: float = 0.1
+    regression_weight: float = 1.0
+    distillation_weight: float = 0.1
+    smooth_l1_beta: float = 1.0
+    labels: Labels = "soft"
 
-    def __init__(
-        self,
-        target: FrozenTarget,
-        optim: OptimConfig,
-        *,
-        noise: NoiseLaw = "paper_uniform",
-        noise_scale: float = 0.1,
-        regression_weight: float = 1.0,
-        distillation_weight: float = 0.1,
-        smooth_l1_beta: float = 1.0,
-        switches_of_subclass: dict[str, Any] | None = None,
-        **shared: Any,
-    ) -> None:
-        self.noise: NoiseLaw = noise
-        self.noise_scale = noise_scale
-        self.regression_weight = regression_weight
-        self.distillation_weight = distillation_weight
-        self.smooth_l1_beta = smooth_l1_beta
-        switches = {
-            "noise": noise,
-            "noise_scale": noise_scale,
-            "regression_weight": regression_weight,
-            "distillation_weight": distillation_weight,
-            "smooth_l1_beta": smooth_l1_beta,
-        }
-        super().__init__(target, optim, switches=switches | (switches_of_subclass or {}), **shared)
+    def __post_init__(self) -> None:
+        require_one_of("labels", self.labels, Labels)
+
+
+class EagleModule(DraftingModule):
+    """EAGLE-1 training; keywords: those of :class:`DraftingModule` and the fields of :class:`EagleContract`."""
+
+    variant = "eagle"
+    contract_type = EagleContract
+    contract: EagleContract
 
     @classmethod
     def build_network(cls, config: DrafterConfig) -> FeatureDrafter:
@@ -78,31 +72,40 @@ class EagleModule(DraftingModule):
         """The input features plus this micro-batch's noise."""
         noise_BRd = feature_noise(
             state_BRd.shape,
-            self.noise,
-            scale=self.noise_scale,
+            self.contract.noise,
+            scale=self.contract.noise_scale,
             length_BR=view.sample_length(),
             generator=self.generator(),
             device=state_BRd.device,
         )
         return state_BRd if noise_BRd is None else state_BRd + noise_BRd.to(state_BRd.dtype)
 
+    def supervised(self, rows: Rows, step: int = 0) -> Tensor:
+        slots_M = super().supervised(rows, step)
+        return slots_M[rows.reaches(2 + step).flatten()[slots_M]] if self.contract.labels == "hard" else slots_M
+
     def objective(self, predicted_BRd: Tensor, view: View, step: int = 0, **top_k_term: Any) -> Pass:
         """EAGLE's two terms over the supervised rows of rollout step ``step``."""
-        slots_M = view.rows.supervised_slots(step)
+        slots_M = self.supervised(view.rows, step)
         predicted_Md = predicted_BRd.flatten(0, 1)[slots_M]
         teacher_Md = view.teacher(step).flatten(0, 1)[slots_M]
-        regression = smooth_l1(predicted_Md, teacher_Md, beta=self.smooth_l1_beta)
+        regression = smooth_l1(predicted_Md, teacher_Md, beta=self.contract.smooth_l1_beta)
         distilled = distill(
-            predicted_Md, teacher_Md, view.target.lm_head, soft_weight=self.distillation_weight, **top_k_term
+            predicted_Md,
+            teacher_Md,
+            view.target.lm_head,
+            soft_weight=self.contract.distillation_weight,
+            label_M=view.label(step).flatten()[slots_M] if self.contract.labels == "hard" else None,
+            **top_k_term,
         )
-        sums = {
-            "regression": regression.detach(),
-            "distillation": distilled.soft,
-            "accuracy": distilled.hits_M.sum(),
-            "recall@5": distilled.recall,
+        rows = slots_M.numel()
+        measures: dict[str, Measure] = {
+            "regression": (regression.detach(), rows),
+            "distillation": (distilled.soft, rows),
+            "accuracy": (distilled.hits_M.sum(), rows),
+            "recall@5": (distilled.recall, rows),
         }
         if top_k_term:
-            sums["top_k"] = distilled.top
-        loss_sum = self.regression_weight * regression + distilled.loss
-        rows = max(slots_M.numel(), 1)
-        return Pass(loss_sum / self.row_count(slots_M.numel()), {name: x / rows for name, x in sums.items()})
+            measures["top_k"] = (distilled.top, rows)
+        loss_sum = self.contract.regression_weight * regression + distilled.loss
+        return Pass(loss_sum / self.row_count(rows), [(loss_sum.detach(), rows)], measures)

@@ -11,22 +11,57 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, get_args
+from contextlib import nullcontext
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from eaglelab.data.draft_vocabulary import DraftVocabulary
 from eaglelab.drafters import DrafterConfig, FusedDrafter, RolloutContext
+from eaglelab.drafters.config import Recurrence
 from eaglelab.objectives import distill_to_draft_vocabulary, smooth_l1
 from eaglelab.target import FrozenTarget, Tap, default_taps, validate_taps
 from eaglelab.variants.base import DraftingModule, Pass
+from eaglelab.variants.contract import Contract, require_one_of
+from eaglelab.variants.measures import Coverage, Measure
 from eaglelab.variants.optim import OptimConfig
 from eaglelab.variants.view import View
 
 Reduction = Literal["masked", "pinned"]
 HeadInit = Literal["random", "target_rows"]
+
+
+@dataclasses.dataclass(kw_only=True)
+class Eagle3Contract(Contract):
+    """EAGLE-3's switches; those of the drafter's shape are keywords of :class:`Eagle3Module`.
+
+    Attributes:
+        steps: of the training-time test, 1 to 10.
+        decay: weight of step ``s`` is ``decay ** s``.
+        detach: ablation: the state that a step reads carries no gradient to the step before; keys still do.
+        reduction: ``masked`` divides a step's sum by its counted rows; ``pinned`` by all token slots, masked and
+            padded ones included, as published (an ablation: its scale depends on padding).
+        head_init: ``random``, as published, or ``target_rows`` copies the target head's rows.
+        train_head: False freezes the head.
+        feature_weight: ablation of the paper: SmoothL1 between the normed state and the target's final feature.
+    """
+
+    steps: int = 7
+    decay: float = 0.8
+    detach: bool = False
+    reduction: Reduction = "masked"
+    head_init: HeadInit = "random"
+    train_head: bool = True
+    feature_weight: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.steps <= 10:
+            raise ValueError(f"variant.steps={self.steps}: the training-time test takes 1 to 10 steps")
+        require_one_of("reduction", self.reduction, Reduction)
+        require_one_of("head_init", self.head_init, HeadInit)
 
 
 class Eagle3Module(DraftingModule):
@@ -36,19 +71,18 @@ class Eagle3Module(DraftingModule):
     it is taught the target's distribution at ``r + 1 + s``.
 
     Args:
-        target, optim: see :class:`DraftingModule`, as are the remaining keywords.
-        taps: streams to fuse, as the decoder layers that they enter; None: 2, L//2, L-3.
-        steps: of the training-time test, 1 to 10.
-        decay: weight of step ``s`` is ``decay ** s``.
-        reduction: ``masked`` divides a step's sum by its counted rows; ``pinned`` by all token slots, masked and
-            padded ones included, as published (an ablation: its scale depends on padding).
-        head_init: ``random``, as published, or ``target_rows`` copies the target head's rows.
-        train_head: False freezes the head.
+        target, optim: see :class:`DraftingModule`; further keywords: its own and the fields of
+            :class:`Eagle3Contract`.
+        taps: streams to fuse, one or more, as the decoder layers that they enter; None: 2, L//2, L-3.
         draft_vocab_size: tokens that the drafter can propose; None: all of the target's.
-        feature_weight: ablation of the paper: SmoothL1 between the normed state and the target's final feature.
+        fc_norm: an RMSNorm on each stream before the fusion (EAGLE-3.1); off as published.
+        recurrence: ``pre_norm``, as published: a step reads the output before the final norm; ``post_norm``: after it
+            (EAGLE-3.1). Both are part of the drafter's shape: decoding does the same.
     """
 
     variant = "eagle3"
+    contract_type = Eagle3Contract
+    contract: Eagle3Contract
 
     def __init__(
         self,
@@ -56,40 +90,23 @@ class Eagle3Module(DraftingModule):
         optim: OptimConfig,
         *,
         taps: Sequence[Tap] | None = None,
-        steps: int = 7,
-        decay: float = 0.8,
-        reduction: Reduction = "masked",
-        head_init: HeadInit = "random",
-        train_head: bool = True,
         draft_vocab_size: int | None = None,
-        feature_weight: float = 0.0,
+        fc_norm: bool = False,
+        recurrence: Recurrence = "pre_norm",
         drafter: dict[str, Any] | None = None,
         **shared: Any,
     ) -> None:
-        if not 1 <= steps <= 10:
-            raise ValueError(f"variant.steps={steps}: the training-time test takes 1 to 10 steps")
-        for name, value, known in (("reduction", reduction, Reduction), ("head_init", head_init, HeadInit)):
-            if value not in get_args(known):
-                raise ValueError(f"variant.{name}={value!r} is not one of {', '.join(get_args(known))}")
         self.taps = default_taps(target.num_layers) if taps is None else validate_taps(taps, target.num_layers)
-        self.steps = steps
-        self.decay = decay
-        self.reduction = reduction
-        self.feature_weight = feature_weight
-        switches = {
-            "steps": steps,
-            "decay": decay,
-            "reduction": reduction,
-            "head_init": head_init,
-            "train_head": train_head,
-            "feature_weight": feature_weight,
-        }
+        if not self.taps:
+            raise ValueError("variant.taps=[] names no stream; give at least one layer, or null for the default three")
         whole = draft_vocab_size is None or draft_vocab_size == target.vocab_size
         wanted = {name: value for name, value in (drafter or {}).items() if value is not None}
         shape = {"fc_bias": False} | wanted | {"draft_vocab_size": None if whole else draft_vocab_size}
-        super().__init__(target, optim, switches=switches, drafter=shape, **shared)
+        shape |= {"fc_norm": fc_norm, "recurrence": recurrence}
+        super().__init__(target, optim, drafter=shape, **shared)
+        self.coverage = Coverage()
         self._give_vocabulary(None if whole else draft_vocab_size)
-        self._give_head(head_init, train_head)
+        self._give_head(self.contract.head_init, self.contract.train_head)
 
     @classmethod
     def build_network(cls, config: DrafterConfig) -> FusedDrafter:
@@ -120,40 +137,65 @@ class Eagle3Module(DraftingModule):
     def passes(self, view: View) -> Iterator[Pass]:
         context = RolloutContext(view.rows)
         state_BRd = self.network.fuse(view.taps_BRF)
-        loss = torch.zeros((), device=state_BRd.device)
-        means: dict[str, Tensor] = {}
-        for step in range(self.steps):
+        steps: list[Pass] = []
+        for step in range(self.contract.steps):
+            if step and self.contract.detach:
+                state_BRd = state_BRd.detach()
             attend = context.own if step else context.native
             state_BRd = self.network(state_BRd, view.embedding(step), view.position(step), attend)
-            step_loss, step_means = self.objective(state_BRd, view, step)
-            loss = loss + self.decay**step * step_loss
-            means |= {f"{name}/step{step}" if step else name: value for name, value in step_means.items()}
-        yield Pass(loss, means)
+            steps.append(self.objective(state_BRd, view, step).weighted(self.contract.decay**step, step))
+        yield Pass.joined(steps)
 
-    def objective(self, state_BRd: Tensor, view: View, step: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of one step, normalised, and what to log about it."""
-        slots_M = view.rows.supervised_slots(step)
+    def objective(self, state_BRd: Tensor, view: View, step: int) -> Pass:
+        """The loss of one step."""
+        slots_M = self.supervised(view.rows, step)
         state_Md = state_BRd.flatten(0, 1)[slots_M]
         teacher_Md = view.teacher(step).flatten(0, 1)[slots_M]
-        head, norm = self.network.lm_head, self.network.norm
         distilled = distill_to_draft_vocabulary(
             state_Md,
             teacher_Md,
-            lambda x: head(norm(x)),
+            lambda x: self.network.logits(x, view.target.lm_head),
             view.target.lm_head,
             self.network.ids_K,
-            parameters=[norm.weight, head.weight],
+            parameters=self.network.head_parameters,
         )
-        slots = view.tokens_BS.numel()
-        loss = distilled.loss / self.row_count(slots if self.reduction == "pinned" else distilled.counted)
-        if self.feature_weight:
-            regression = smooth_l1(norm(state_Md), teacher_Md)
-            loss = loss + self.feature_weight * regression / self.row_count(slots_M.numel())
-        counted = distilled.counted.clamp(min=1)
-        return loss, {
-            "distillation": distilled.loss.detach() / counted,
-            "accuracy": distilled.hits / counted,
-            "recall@5": distilled.recall / counted,
-            "argmax_coverage": distilled.counted / max(slots_M.numel(), 1),
-            "state_norm": state_Md.detach().float().norm(dim=-1).mean() if slots_M.numel() else counted * 0,
+        rows, counted = slots_M.numel(), distilled.counted
+        weight = self.contract.feature_weight
+        with nullcontext() if weight else torch.no_grad():
+            regression = smooth_l1(self.network.head_input(state_Md), teacher_Md)
+        divisor = view.tokens_BS.numel() if self.contract.reduction == "pinned" else counted
+        loss = distilled.loss / self.row_count(divisor)
+        terms: list[Measure] = [(distilled.loss.detach(), divisor)]
+        if weight:
+            loss = loss + weight * regression / self.row_count(rows)
+            terms.append((weight * regression.detach(), rows))
+        measures: dict[str, Measure] = {
+            "distillation": (distilled.loss.detach(), counted),
+            "accuracy": (distilled.hits, counted),
+            "recall@5": (distilled.recall, counted),
+            "argmax_coverage": (counted, rows),
+            "regression": (regression.detach(), rows),
+            "state_norm": (state_Md.detach().float().norm(dim=-1).sum(), rows),
         }
+        return Pass(loss, terms, measures)
+
+    # ---- how much of what the target says can be drafted -----------------------------------------------------
+
+    def observe(self, measures: dict[str, Measure]) -> None:
+        self.coverage.update(*measures["argmax_coverage"])
+
+    def on_train_end(self) -> None:
+        if self.draft_vocabulary is not None:
+            covered, rows = self.coverage.compute().tolist()
+            share = covered / max(rows, 1)
+            self.report["argmax_coverage"] = {"covered": covered, "supervised_rows": rows, "share": share}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["progress"]["argmax_coverage"] = self.coverage.compute().tolist()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        self.coverage.reset()
+        if self.global_rank == 0:
+            self.coverage.update(*checkpoint["progress"].get("argmax_coverage", (0, 0)))

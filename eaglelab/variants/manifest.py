@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import platform
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
+from eaglelab.drafters import DrafterConfig
 from eaglelab.target import FeatureManifest
 
 if TYPE_CHECKING:
@@ -34,7 +36,7 @@ def build_manifest(module: DraftingModule) -> FeatureManifest:
         drafter=module.drafter_config.to_dict(),
         draft_vocabulary=module.draft_vocabulary.digest if module.draft_vocabulary else None,
         variant=module.variant,
-        switches=module.switches,
+        switches=module.contract.to_dict(),
         software=software_versions(),
     )
 
@@ -45,10 +47,32 @@ def software_versions() -> dict[str, str]:
     return {"python": platform.python_version()} | {name: version(name) for name in names}
 
 
-def require_same_contract(saved: FeatureManifest, current: FeatureManifest) -> None:
+def with_defaults(saved: FeatureManifest, module: DraftingModule) -> FeatureManifest:
+    """``saved`` with the switches and drafter fields that it is too old to know at their defaults."""
+    optional = {
+        field.name: field.default
+        for field in dataclasses.fields(DrafterConfig)
+        if field.default is not dataclasses.MISSING
+    }
+    switches = module.contract_type().to_dict()
+    return dataclasses.replace(saved, drafter=optional | {**saved.drafter}, switches=switches | {**saved.switches})
+
+
+def require_same_contract(saved: FeatureManifest, module: DraftingModule) -> None:
     """Refuse to continue training under another contract.
 
     Raises:
         ManifestMismatch: names the first field that differs, both values and the way out.
     """
-    saved.require_same(current, CONTRACT_FIELDS, "this checkpoint cannot be continued here")
+    saved = with_defaults(saved, module)
+    saved.require_same(module.manifest(), CONTRACT_FIELDS, "this checkpoint cannot be continued here")
+
+
+def require_same_weights(saved: FeatureManifest, module: DraftingModule, source: str) -> None:
+    """Refuse to start from the weights of another drafter.
+
+    Raises:
+        ManifestMismatch: as above.
+    """
+    saved = with_defaults(saved, module)
+    saved.require_same(module.manifest(), WEIGHT_FIELDS, f"init_from={source} does not fit")

@@ -64,15 +64,15 @@ class ChainSimulation(Metric):
             alive_M &= hits_M
             self.prefix_hits[step] += alive_M.sum()
             self.step_hits[step] += hits_M.sum()
-            self.feature_error[step] += (predicted_Md - teacher_Md).float().abs().mean(-1).sum()
+            self.feature_error[step] += (network.head_input(predicted_Md) - teacher_Md).float().abs().mean(-1).sum()
             self.state_norm[step] += predicted_Md.float().norm(dim=-1).sum()
             moved_M = (predicted_Md - before_Md).float().norm(dim=-1)
             self.state_drift[step] += (moved_M / before_Md.float().norm(dim=-1).clamp(min=1e-6)).sum()
 
     def compute(self) -> dict[str, Tensor]:
-        """``tau`` and, per depth k = 1..K: ``prefix@k`` (joint), ``hit@k``, ``feature_error@k``
-        (mean absolute distance to the target's final feature), ``norm@k`` of the draft state and its ``drift@k``
-        (distance from the state that it was drafted from, in units of that state's norm).
+        """``tau`` and, per depth k = 1..K: ``prefix@k`` (joint), ``hit@k``, ``feature_error@k`` (mean absolute
+        distance of what the head reads to the target's final feature), ``norm@k`` of the draft state and its
+        ``drift@k`` (distance from the state that it was drafted from, in units of that state's norm).
         """
         roots = self.roots.clamp(min=1)
         result = {"tau": 1 + self.prefix_hits.sum() / roots}

@@ -55,6 +55,10 @@ class View:
         """[B, R, d], the target's feature ``f_{t+1+step}``: regression target and source of ``q``."""
         return self.rows.gather(self.final_BSd, 1 + step)
 
+    def label(self, step: int = 0) -> Tensor:
+        """int64 [B, R], the data's token ``x_{t+2+step}``, which the logits are for; rows must reach that far."""
+        return self.rows.gather(self.tokens_BS, 2 + step)
+
     def position(self, step: int = 0) -> Tensor:
         """int64 [B, R], rotary position ``t + step``."""
         last = self.target.max_positions - 1
