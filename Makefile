@@ -10,7 +10,7 @@ DEMO ?= outputs/demo
 .PHONY: help demo test test-slow lint format bench clean
 
 help:
-	@echo "make demo       set up, train EAGLE on the bundled target, decode held-out prompts, print both"
+	@echo "make demo       set up, train HASS on the bundled target, decode held-out prompts, print both"
 	@echo "make test       set up, run the tests (under 12 minutes on 2 cores)"
 	@echo "make test-slow  the tests that take minutes each or need extra files"
 	@echo "make lint       ruff and the type check of the public API"
@@ -27,7 +27,7 @@ $(READY): pyproject.toml constraints.txt
 
 demo: $(READY)
 	rm -rf $(DEMO)
-	$(BIN)/python train.py variant=eagle hydra.run.dir=$(DEMO)
+	$(BIN)/python train.py variant=hass hydra.run.dir=$(DEMO)
 	$(BIN)/eaglelab evaluate run=$(DEMO)
 
 test: $(READY)

@@ -1,4 +1,4 @@
-"""Seeded faults of training, one per trap, each with the test that must notice it.
+"""Seeded faults of training and decoding, one per trap, each with the test that must notice it.
 
 Every mutant leaves all shapes as they were. ``apply`` changes the loaded package; the plugin at the end of the file
 applies the one that ``--mutant NAME`` names before any test module is imported.
@@ -7,6 +7,7 @@ applies the one that ``--mutant NAME`` names before any test module is imported.
 from __future__ import annotations
 
 import dataclasses
+import types
 from collections.abc import Callable
 
 import torch
@@ -329,6 +330,472 @@ def empty_batch_steps() -> None:
             self._update()
 
     DraftingModule.training_step = always
+
+
+# ---- decoding --------------------------------------------------------------------------------------------------
+
+COMMITTED = "tests/decoding/test_batch.py::test_committed_state_of_every_sequence_equals_a_fresh_prefill"
+BATCHES = "tests/decoding/test_batch.py::test_a_batch_gives_the_results_of_single_runs"
+EXACT = "tests/decoding/test_exactness.py::test_networks_over_hundreds_of_prompts"
+FRESH = "tests/decoding/test_transaction.py::test_state_after_every_round_equals_a_fresh_prefill"
+INTERRUPT = "tests/decoding/test_transaction.py::test_an_interrupt_on_any_line_leaves_the_committed_state_usable"
+SAME_TEXT = "tests/decoding/test_sampling.py::test_sampled_text_is_that_of_plain_sampling"
+SCORES = "tests/decoding/test_sampling.py::test_processed_scores_are_the_librarys"
+LAW = "tests/decoding/test_statistics.py::test_sampled_text_has_the_law_of_the_target"
+
+
+@mutant("frontier K/V published as if verified", FRESH + "[noisy-static]")
+def frontier_published() -> None:
+    from eaglelab.target import KVSlots
+
+    commit = KVSlots.commit
+
+    def one_more(self, rows, counts):
+        commit(self, rows, counts)
+        if rows is not None:
+            self.lengths = [length + 1 for length in self.lengths]
+
+    KVSlots.commit = one_more
+
+
+@mutant("rows committed by token id", "tests/decoding/test_engine.py::test_three_tokens_cannot_be_confused")
+def rows_by_token() -> None:
+    from eaglelab.decoding import engine, verify
+
+    follow = verify.follow
+
+    def first_of_its_token(chosen_BR, flat):
+        decision = follow(chosen_BR, flat)
+        tokens_BL = flat.tokens_BR.gather(1, decision.rows_BL)
+        same_BLR = flat.tokens_BR[:, None] == tokens_BL[..., None]
+        rows_BL = (same_BLR * torch.arange(flat.rows, 0, -1)).argmax(-1)
+        return dataclasses.replace(decision, rows_BL=rows_BL)
+
+    engine.follow = verify.follow = first_of_its_token
+
+
+@mutant(
+    "end token inside a path ignored", "tests/decoding/test_engine.py::test_nothing_after_an_end_token_is_published[3]"
+)
+def end_token_inside() -> None:
+    from eaglelab.decoding.state import Request
+
+    admit = Request.admit
+
+    def only_last(self, candidates):
+        stops = self.stop_ids
+        self.stop_ids = stops if candidates[-1] in stops else frozenset()
+        try:
+            return admit(self, candidates)
+        finally:
+            self.stop_ids = stops
+
+    Request.admit = only_last
+
+
+@mutant(
+    "unpublished draft tokens counted as accepted",
+    "tests/decoding/test_engine.py::test_max_new_tokens_is_exact_inside_a_path[3-perfect]",
+)
+def unpublished_counted() -> None:
+    from eaglelab.decoding.state import Request
+
+    admit = Request.admit
+    Request.admit = lambda self, candidates: dataclasses.replace(admit(self, candidates), accepted=len(candidates) - 1)
+
+
+def change_forward(owner: object, name: str, change: Callable) -> None:
+    """`change(forward, target, ...)` stands for the target's forward while `owner.name` runs: no self-check sees it."""
+    from eaglelab.target import FrozenTarget
+
+    inside, work, forward = [], getattr(owner, name), FrozenTarget.forward_rows
+
+    def working(*args, **kw):
+        inside.append(True)
+        try:
+            return work(*args, **kw)
+        finally:
+            inside.pop()
+
+    setattr(owner, name, working)
+    FrozenTarget.forward_rows = lambda *args, **kw: change(forward, *args, **kw) if inside else forward(*args, **kw)
+
+
+@mutant("tree positions off by one", EXACT + "[feature-static]")
+def tree_position_off() -> None:
+    from eaglelab.decoding import Engine
+
+    def one_more(forward, target, tokens_BN, position_BN, *args, **kw):
+        return forward(target, tokens_BN, position_BN + (position_BN > position_BN[:, :1]), *args, **kw)
+
+    change_forward(Engine, "round", one_more)
+
+
+@mutant("tree positions by row, not by depth", EXACT + "[feature-dynamic]")
+def tree_position_by_row() -> None:
+    from eaglelab.decoding import Engine
+
+    def by_row(forward, target, tokens_BN, position_BN, *args, **kw):
+        return forward(target, tokens_BN, position_BN[:, :1] + torch.arange(tokens_BN.shape[1]), *args, **kw)
+
+    change_forward(Engine, "round", by_row)
+
+
+@mutant("siblings visible in the tree", EXACT + "[fused-dynamic]")
+def tree_siblings_visible() -> None:
+    from eaglelab.decoding import FlatTree
+
+    def mask(self):
+        tree = self.topology
+        if tree.chain:
+            return None
+        same_BRR = tree.depth_BR[:, :, None] == tree.depth_BR[:, None, :]
+        return (tree.ancestor_BRR | same_BRR).expand(self.tokens_BR.shape[0], -1, -1)
+
+    FlatTree.mask_BRR = property(mask)
+
+
+@mutant("logits of a padding row for a short prompt", BATCHES + "[chain-greedy]")
+def padding_row_answers() -> None:
+    from eaglelab.decoding import engine
+
+    def last_of_all(forward, target, *args, **kw):
+        output = forward(target, *args, **kw | {"logits": "all"})
+        output.logits_BNV = output.logits_BNV[:, -1:]
+        return output
+
+    change_forward(engine, "prefill", last_of_all)
+
+
+@mutant("draft rows of rejected nodes kept", COMMITTED + "[static]")
+def rejected_draft_rows_kept() -> None:
+    from eaglelab.drafters import SlotDrafter
+
+    def keep(self, state):
+        state.lengths = [length + state.provisional for length in state.lengths]
+        state.provisional = 0
+
+    SlotDrafter.discard = keep
+    SlotDrafter.truncate = lambda self, state, lengths: None
+
+
+@mutant("draft rows not truncated after an interrupt", INTERRUPT)
+def draft_rows_twice() -> None:
+    from eaglelab.decoding import Engine
+
+    init = Engine.__init__
+
+    def without_truncate(self, target, drafter=None, *args, **kw):
+        init(self, target, drafter, *args, **kw)
+        if drafter is not None:
+            drafter.truncate = lambda state, lengths: None
+
+    Engine.__init__ = without_truncate
+
+
+@mutant("commit left half done by an interrupt", INTERRUPT)
+def commit_half_done() -> None:
+    from eaglelab.decoding.transaction import Transaction
+
+    Transaction.__exit__ = lambda self, *error: self._drop_provisional()
+
+
+@mutant("features of the leading rows, not of the accepted ones", FRESH + "[noisy-static]")
+def features_of_leading_rows() -> None:
+    from eaglelab.decoding import transaction
+
+    transaction._gather_rows = lambda values_BRF, rows_BA: values_BRF[:, : rows_BA.shape[1]]
+
+
+@mutant("target rows mixed up when a sequence leaves", BATCHES + "[chain-greedy]")
+def rows_mixed_up() -> None:
+    from eaglelab.target import kv
+
+    kv.moves = lambda order: []
+
+
+@mutant("draft rows mixed up when a sequence leaves", COMMITTED + "[static]")
+def draft_rows_mixed_up() -> None:
+    from eaglelab.drafters import runtime
+
+    runtime.moves = lambda order: []
+
+
+@mutant("draft rows to add mixed up when a sequence leaves", COMMITTED + "[dynamic]")
+def pending_mixed_up() -> None:
+    from eaglelab.decoding.state import DraftRows
+
+    select = DraftRows.select
+
+    def leading(self, order):
+        chosen = select(self, order)
+        return dataclasses.replace(chosen, features_BNF=self.features_BNF[: len(order)])
+
+    DraftRows.select = leading
+
+
+@mutant(
+    "drafting past the last position",
+    "tests/decoding/test_engine.py::test_drafting_stops_before_the_last_position[chain-drafter]",
+)
+def drafts_past_the_end() -> None:
+    from eaglelab.decoding import Engine
+
+    init = Engine.__init__
+
+    def unlimited(self, target, drafter=None, *args, **kw):
+        init(self, target, drafter, *args, **kw)
+        if drafter is not None:
+            drafter.max_positions = 10**9
+
+    Engine.__init__ = unlimited
+
+
+@mutant(
+    "draft positions not advanced",
+    "tests/decoding/test_feature_drafter.py::test_drafted_tokens_and_values_are_the_sequential_ones[static]",
+)
+def draft_position_stays() -> None:
+    from eaglelab.drafters import SlotDrafter
+
+    step = SlotDrafter.step
+    SlotDrafter.step = lambda self, state, hidden, tokens, position, *rest: step(
+        self, state, hidden, tokens, position - 1, *rest
+    )
+
+
+@mutant(
+    "equal values: deeper nodes first", "tests/decoding/test_dynamic.py::test_equal_values_go_to_the_shallower_node"
+)
+def deeper_first() -> None:
+    from eaglelab.decoding.policies import dynamic
+
+    def last_of_equals(value_BM):
+        return value_BM.shape[1] - 1 - value_BM.flip(1).argsort(dim=1, descending=True, stable=True)
+
+    dynamic.best_first = last_of_equals
+
+
+@mutant("one stream of numbers for all requests", "tests/decoding/test_sampling.py::test_one_seed_one_text")
+def stream_shared() -> None:
+    from eaglelab.decoding import state
+
+    stream = state.Stream
+    state.Stream = lambda seed: stream(0)
+
+
+@mutant("numbers used up by rejected rows", SAME_TEXT + "[plain-chain-noisy]")
+def numbers_used_up() -> None:
+    from eaglelab.decoding.sampling import Stream
+
+    at = Stream.at
+
+    def next_ones(self, first, count):
+        begin = getattr(self, "used", 0)
+        self.used = begin + count
+        return at(self, begin, count)
+
+    Stream.at = next_ones
+
+
+@mutant("repetition penalty without the root token", SCORES + "[greedy_penalty]")
+def penalty_without_root() -> None:
+    from eaglelab.decoding import sampling
+
+    look_back = sampling._look_back
+
+    def shorter(scores_RV, flat, b, prefix, processors):
+        return look_back(
+            scores_RV, dataclasses.replace(flat, tokens_BR=flat.tokens_BR.roll(1, 1)), b, prefix, processors
+        )
+
+    sampling._look_back = shorter
+
+
+def break_rule(name: str) -> None:
+    from tests.decoding.wrong_rules import WRONG
+
+    WRONG[name].apply(types.SimpleNamespace(setattr=setattr))
+
+
+@mutant("temperature skipped on the bonus token of a static tree", LAW + "[static]")
+def bonus_unprocessed() -> None:
+    break_rule("bonus token from the unprocessed distribution")
+
+
+@mutant("temperature skipped on the bonus token of a sampled tree", LAW + "[sampled]")
+def bonus_at_temperature_1() -> None:
+    break_rule("temperature skipped after an accepted path")
+
+
+@mutant("top-p before the temperature", SCORES + "[top_p]")
+def top_p_first() -> None:
+    break_rule("top-p before the temperature")
+
+
+@mutant("q keeps the rejected child", LAW + "[sampled]")
+def q_keeps_the_rejected() -> None:
+    break_rule("q keeps the rejected child")
+
+
+@mutant("empty residual becomes NaN", "tests/decoding/test_sampled.py::test_an_exhausted_residual_is_no_nan[dtype0]")
+def residual_nan() -> None:
+    from eaglelab.decoding import residual
+
+    residual._reduce = lambda p_BV, q_BV: (p_BV - q_BV).clamp(min=0) / (p_BV - q_BV).clamp(min=0).sum(-1, keepdim=True)
+
+
+@mutant("impossible token accepted", "tests/decoding/test_sampled.py::test_impossible_children_are_never_accepted")
+def impossible_accepted() -> None:
+    from eaglelab.decoding import residual
+
+    residual._passes = lambda px_B, qx_B, u_B: u_B.double() * qx_B <= px_B
+
+
+@mutant(
+    "normed state normed again by the head",
+    "tests/drafters/test_fused.py::test_a_normed_state_recurs_and_is_not_normed_again",
+)
+def normed_twice() -> None:
+    from eaglelab.drafters import FusedDrafter
+
+    FusedDrafter.head_input = lambda self, state: self.norm(state)
+
+
+@mutant(
+    "normed state fed back in training, head trained on it normed again",
+    "tests/variants/test_eagle3.py::test_gradients_are_those_of_plain_chains[False-settings1]",
+)
+def normed_twice_in_the_loss() -> None:
+    normed_twice()
+
+
+@mutant("pre-norm state fed back at decoding only", EAGLE3_CHAIN + "[eagle3.1]")
+def decoding_recurs_pre_norm() -> None:
+    from eaglelab.drafters import SlotDrafter
+
+    def forward(self, state, tokens, position, attend):
+        network = self.network
+        return network.midlayer(state, self.target.embed(tokens), *network.rotary(position), attend)
+
+    SlotDrafter._forward = forward
+
+
+@mutant(
+    "one norm over all streams instead of one each",
+    "tests/drafters/test_fused.py::test_fc_norm_norms_each_stream_by_itself",
+)
+def one_norm_before_fc() -> None:
+    from eaglelab.drafters import FusedDrafter
+
+    def fuse(self, taps):
+        weight = torch.cat([norm.weight for norm in self.fc_norm])
+        return self.fc(torch.nn.functional.rms_norm(taps, taps.shape[-1:], weight, self.config.rms_norm_eps))
+
+    FusedDrafter.fuse = fuse
+
+
+HARD_LABELS = "tests/variants/test_eagle.py::test_hard_labels_distil_the_token_two_ahead"
+
+
+@mutant("hard label is the token that the row reads", HARD_LABELS)
+def label_shift() -> None:
+    from eaglelab.variants import View
+
+    View.label = lambda self, step=0: self.rows.gather(self.tokens_BS, 1 + step)
+
+
+@mutant("hard rows without their label", HARD_LABELS)
+def label_beyond_the_segment() -> None:
+    from eaglelab.variants import DraftingModule, EagleModule
+
+    EagleModule.supervised = DraftingModule.supervised
+
+
+@mutant(
+    "hard label not moved along with the pass",
+    "tests/variants/test_hass.py::test_gradients_are_those_of_plain_chains[True-hard]",
+)
+def label_stays() -> None:
+    from eaglelab.variants import View
+
+    View.label = lambda self, step=0: self.rows.gather(self.tokens_BS, 2)
+
+
+@mutant(
+    "states detached although the switch is off",
+    "tests/variants/test_hass.py::test_gradients_are_those_of_plain_chains[False-soft]",
+)
+def always_detached() -> None:
+    from eaglelab.variants import HassModule
+
+    forward = HassModule._forward
+    HassModule._forward = lambda self, older, newest, view: forward(self, older, newest.detach(), view)
+
+
+@mutant(
+    "states not detached although the switch is on",
+    "tests/variants/test_eagle3.py::test_gradients_are_those_of_plain_chains[True-settings0]",
+)
+def never_detached() -> None:
+    from eaglelab.variants import Eagle3Module
+
+    init = Eagle3Module.__init__
+    Eagle3Module.__init__ = lambda self, *args, **kw: init(self, *args, **kw | {"detach": False})
+
+
+@mutant(
+    "mean of micro-batch means",
+    "tests/training/test_measures.py::test_four_uneven_micro_batches_log_what_one_batch_logs",
+)
+def mean_of_means() -> None:
+    from eaglelab.variants import base
+    from eaglelab.variants.measures import mean
+
+    update = base.RowMeans.update
+
+    def averaged(self, terms, measures):
+        update(self, [(mean(x), 1) for x in terms], {name: (mean(x), 1) for name, x in measures.items()})
+
+    base.RowMeans.update = averaged
+
+
+@mutant("only the last micro-batch is logged", "tests/training/test_measures.py::test_row_means_by_hand")
+def last_micro_batch() -> None:
+    from eaglelab.variants.measures import RowMeans
+
+    update = RowMeans.update
+
+    def forgetful(self, *args):
+        self.reset()
+        update(self, *args)
+
+    RowMeans.update = forgetful
+
+
+@mutant(
+    "coverage counted at every step",
+    "tests/variants/test_eagle3.py::test_coverage_is_counted_over_the_training_and_survives_a_resume",
+)
+def coverage_by_step() -> None:
+    from eaglelab.variants import Eagle3Module
+
+    def observe(self, measures):
+        for name, measure in measures.items():
+            if name.startswith("argmax_coverage"):
+                self.coverage.update(*measure)
+
+    Eagle3Module.observe = observe
+
+
+@mutant(
+    "a checkpoint without a switch is taken for another setting",
+    "tests/variants/test_manifest.py::test_old_checkpoints_continue_with_the_defaults",
+)
+def no_defaults() -> None:
+    from eaglelab.variants import manifest
+
+    manifest.with_defaults = lambda saved, module: saved
 
 
 def pytest_addoption(parser) -> None:

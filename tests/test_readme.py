@@ -38,7 +38,7 @@ def test_commands_run(tmp_path):
     """Every train, evaluate and generate line, in order, in one empty folder, after what `make demo` leaves."""
     ours = [c for c in commands() if c[0] in ("python", "eaglelab")]
     assert {"train", "evaluate", "generate"} <= {"train" if c[0] == "python" else c[1] for c in ours}
-    ours.insert(0, ["python", "train.py", "variant=eagle", "hydra.run.dir=outputs/demo"])
+    ours.insert(0, ["python", "train.py", "variant=hass", "hydra.run.dir=outputs/demo"])
     for command in ours:
         verb, arguments = ("train", command[2:]) if command[0] == "python" else (command[1], command[2:])
         job = [sys.executable, "-m", "eaglelab.cli.main", verb, *arguments, *SMALL[verb]]

@@ -41,7 +41,7 @@ class Eagle3Contract(Contract):
     Attributes:
         steps: of the training-time test, 1 to 10.
         decay: weight of step ``s`` is ``decay ** s``.
-        detach: ablation: the state that a step reads carries no gradient to the step before; keys still do.
+        detach: ablation: the state that a step reads carries no gradient; keys still reach the weights.
         reduction: ``masked`` divides a step's sum by its counted rows; ``pinned`` by all token slots, masked and
             padded ones included, as published (an ablation: its scale depends on padding).
         head_init: ``random``, as published, or ``target_rows`` copies the target head's rows.

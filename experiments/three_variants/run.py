@@ -22,7 +22,6 @@ RESULTS = HERE / "results"
 FIGURE = HERE.parents[1] / "docs" / "figures" / "training.svg"
 # optimizer steps that fit the budget by the time of one step, measured alone on the machine
 PLAN = json.loads((HERE / "plan.json").read_text())
-SEEDS = PLAN["seeds"]
 COLUMNS = ("step", "train/supervised_rows", "val/tau", "val/hit@1", "val/hit@5")
 
 
@@ -40,7 +39,8 @@ def study(name: str, seed: int, runs: Path) -> None:
         steps = f"trainer.max_steps={plan['steps']}"
         overrides = [one.format(runs=runs, seed=seed) for one in plan["overrides"]]
         eaglelab("train", *overrides, steps, interval, f"seed={seed}", f"hydra.run.dir={run}")
-    eaglelab("evaluate", f"run={run}", "tree=chain", f"limit={PLAN['prompts']}", "batch=20")
+    if not list(run.glob("evaluations/chain-*.json")):
+        eaglelab("evaluate", f"run={run}", "tree=chain", f"limit={PLAN['prompts']}", "batch=20")
     chain = json.loads(max(run.glob("evaluations/chain-*.json")).read_text())
     (log,) = run.glob("csv/version_0/metrics.csv")
     RESULTS.mkdir(exist_ok=True)
@@ -73,7 +73,7 @@ def curve(log: Path) -> list[dict[str, float]]:
 
 
 def load(name: str) -> list[dict]:
-    files = [RESULTS / f"{name}-{seed}.json" for seed in SEEDS]
+    files = [RESULTS / f"{name}-{seed}.json" for seed in PLAN["runs"][name]["seeds"]]
     return [json.loads(file.read_text()) for file in files if file.exists()]
 
 
@@ -123,8 +123,9 @@ def report() -> None:
             f"| {low:.2f} to {high:.2f} | {', '.join(f'{pooled(t):.2f}' for t in tables[name])} |"
         )
     print("\n| difference of tau | | 95 % interval | |\n|---|---|---|---|")
-    names = list(tables)
-    for first, second in ((a, b) for i, a in enumerate(names) for b in names[i + 1 :]):
+    for second, first in PLAN["differences"]:
+        if not {first, second} <= set(tables):
+            continue
         drawn = bootstrap(tables[second], tables[first])
         low, high = interval(drawn[:, 0] - drawn[:, 1])
         verdict = "no difference shown" if low <= 0 <= high else "differs"
@@ -159,7 +160,7 @@ if __name__ == "__main__":
     parser.add_argument("--report", action="store_true")
     arguments = parser.parse_args()
     for name in PLAN["runs"]:
-        for seed in () if arguments.report else SEEDS:
+        for seed in () if arguments.report else PLAN["runs"][name]["seeds"]:
             study(name, seed, arguments.runs)
     report()
     draw()

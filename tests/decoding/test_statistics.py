@@ -13,6 +13,7 @@ Letters: C contexts, V vocabulary, B sequences, N rows, K key slots, n draws.
 
 from __future__ import annotations
 
+import itertools
 import math
 from functools import cache
 
@@ -21,9 +22,12 @@ import pytest
 import torch
 
 from eaglelab.decoding import Chain, DynamicTree, Engine, SampledTree, Sampling, StaticTree
+from eaglelab.drafters import DrafterConfig, FeatureDrafter, SlotDrafter
+from eaglelab.target import FrozenTarget
 from eaglelab.target.frozen import RowsOutput
 from eaglelab.target.kv import KVSlots
 from tests.decoding.wrong_rules import RIGHT, WRONG
+from tests.oracles.scripted import tiny_llama
 
 ALPHA = 1e-6
 VOCAB, ORDER, PLACES = 5, 3, 5
@@ -52,9 +56,7 @@ class TableTarget:
     def new_cache(self, batch, capacity, *, room=None):
         return KVSlots(batch, capacity, ((1, 1, 1, 1),), room=room)  # keys hold tokens, values positions
 
-    def forward_rows(
-        self, tokens_BN, position_BN, cache, *, ancestor_BNN=None, taps=(), count_B=None, logits="all"
-    ):
+    def forward_rows(self, tokens_BN, position_BN, cache, *, ancestor_BNN=None, taps=(), count_B=None, logits="all"):
         plan = cache.begin(tokens_BN.shape[1], count_B, self.device)
         tokens_BGNh, position_BGNh = tokens_BN.float()[:, None, :, None], position_BN.float()[:, None, :, None]
         token_BK, position_BK = (x[:, 0, :, 0] for x in cache.update(tokens_BGNh, position_BGNh, 0))
@@ -108,22 +110,22 @@ def tables(seed=0):
 LOGITS_CV, LOG_Q_CV = tables()
 
 
-def processed(one):
-    """The target's law after temperature, top-k and top-p, [C, V], in plain words: float64, token by token."""
-    p_CV = np.exp(LOGITS_CV.double().numpy() / one.temperature)
-    for p_V in p_CV:
+def processed(logits, one):
+    """Logits [..., V] -> the law after temperature, top-k and top-p, in plain words: float64, row by row."""
+    p = np.exp(logits.double().numpy() / one.temperature)
+    for p_V in p.reshape(-1, VOCAB):
         order = np.argsort(-p_V)
         p_V[order[one.top_k or VOCAB :]] = 0
         mass = p_V[order].cumsum() / p_V.sum()
         enough = int((mass < one.top_p).sum()) + 1 if one.top_p < 1 else VOCAB  # the fewest that hold top_p
         p_V[order[enough:]] = 0
         p_V /= p_V.sum()
-    return p_CV
+    return p
 
 
 def joint(one, first):
     """P(output tokens first, first + 1, first + 2), [V ** 3], by summing over all texts."""
-    p_CV = processed(one)
+    p_CV = processed(LOGITS_CV, one)
     chance_C = np.zeros(CONTEXTS)  # of the last three tokens
     chance_C[np.polyval(PROMPT, VOCAB)] = 1
     for _ in range(first + ORDER):
@@ -141,9 +143,9 @@ def texts(policy, one, draws, batch):
     return np.array([result.tokens for result in results]), accepted
 
 
-def counts_of(text_nP, first):
-    window = text_nP[:, first : first + ORDER] @ VOCAB ** np.arange(ORDER)[::-1]
-    return np.bincount(window, minlength=CONTEXTS)
+def window(text_nP, first):
+    """Three tokens as one number."""
+    return text_nP[:, first : first + ORDER] @ VOCAB ** np.arange(ORDER)[::-1]
 
 
 def chi_square(counts, law):
@@ -177,14 +179,14 @@ def variation_bound(law, draws):
 
 def evidence(text_nP, one):
     """Smallest p-value of the windows, and the largest total variation as a share of its bound."""
-    laws = [(counts_of(text_nP, first), joint(one, first)) for first in WINDOWS]
+    laws = [(np.bincount(window(text_nP, first), minlength=CONTEXTS), joint(one, first)) for first in WINDOWS]
     worst = min(chi_square(counts, law) for counts, law in laws)
     return worst, max(variation(counts, law) / variation_bound(law, len(text_nP)) for counts, law in laws)
 
 
 # ---- the law of every policy -------------------------------------------------------------------------------------
 
-DRAWS, BATCH = 6000, 250
+DRAWS, BATCH = 4000, 250
 FAST = {
     "none": Sampling(temperature=1.0, top_p=0.85, seed=10_000),
     "chain": Sampling(temperature=1.0, top_k=3, seed=20_000),
@@ -206,7 +208,9 @@ def check(policy, one, draws, batch):
     assert share < 1
     assert (accepted > 0.7) == (policy != "none"), "a tree that is never accepted tests nothing"
     if policy in ("chain", "static", "dynamic"):
-        assert (text_nP == plain_texts(one, draws)).all(), "with a deterministic tree the text is that of plain sampling"
+        assert (text_nP == plain_texts(one, draws)).all(), (
+            "with a deterministic tree the text is that of plain sampling"
+        )
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -240,15 +244,46 @@ def test_sampled_text_has_the_law_of_the_target_one_by_one(policy, one):
     check(policy, GRID[one], 50_000, 1)
 
 
+# ---- a real target and its drafter -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["static", "sampled"])
+def test_sampled_text_has_the_law_of_a_real_model(policy):
+    """Law by one uncached forward of the library's model over all texts."""
+    target, one = FrozenTarget(tiny_llama(VOCAB)), Sampling(temperature=1.5, top_p=0.9, seed=60_000)
+    torch.manual_seed(1)
+    network = FeatureDrafter(DrafterConfig.from_target(target.text_config))
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    engine = Engine(target, SlotDrafter(network, target, ("final",)), POLICIES[policy])
+    results = engine.generate([PROMPT] * 3000, max_new_tokens=PLACES, stop_ids=set(), sampling=one, batch=BATCH)
+
+    text_nP = np.array(list(itertools.product(range(VOCAB), repeat=PLACES)))
+    with torch.no_grad():
+        ids = torch.tensor([PROMPT + text for text in text_nP[:, :-1].tolist()])
+        p_nPV = processed(target.model(ids, use_cache=False).logits[:, len(PROMPT) - 1 :], one)
+    chance_n = np.take_along_axis(p_nPV, text_nP[..., None], axis=-1)[..., 0].prod(1)
+    drawn_nP = np.array([result.tokens for result in results])
+    for first in WINDOWS:
+        law = np.bincount(window(text_nP, first), weights=chance_n, minlength=CONTEXTS)
+        counts = np.bincount(window(drawn_nP, first), minlength=CONTEXTS)
+        assert chi_square(counts, law) > ALPHA
+        assert variation(counts, law) < variation_bound(law, len(drawn_nP))
+    assert np.mean([sum(result.accepted) for result in results]) > 0.7
+
+
 # ---- the same test on wrong rules --------------------------------------------------------------------------------
 
 HOT = FAST["sampled"]
 
 
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if WRONG[name].draws > DRAWS else name for name in WRONG]
+)
 def test_wrong_rules_are_rejected(name, monkeypatch):
-    WRONG[name].apply(monkeypatch)
-    p_value, _ = evidence(texts(WRONG[name].policy, HOT, DRAWS, BATCH)[0], HOT)
+    rule = WRONG[name]
+    rule.apply(monkeypatch)
+    p_value, _ = evidence(texts(rule.policy, HOT, rule.draws, BATCH)[0], HOT)
     assert p_value < ALPHA
 
 

@@ -9,7 +9,6 @@ Letters: B sequences, R flat rows, L levels of a tree, K children of a row, V vo
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable
 from functools import cached_property
 
@@ -24,15 +23,18 @@ from eaglelab.decoding.policies import sampled
 from eaglelab.decoding.sampling import Sampling, Stream
 from eaglelab.decoding.verify import Decision
 
+PROMPT_LENGTH = 3
+_noise, _at, _round = law.noise, Stream.at, Stream.round
 Apply = Callable[..., None]  # pytest's monkeypatch -> None
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """`policy` names the tree that the rule is used with."""
+    """`policy` names the tree that the rule is used with, `draws` how many texts it takes to notice."""
 
     policy: str
     apply: Apply
+    draws: int = 2500
 
 
 RIGHT: dict[str, Rule] = {}
@@ -74,11 +76,8 @@ def bonus_at_temperature_1(logits_BRV, flat, settings, prefixes, scores_BRV):
 
 
 def first_token_unprocessed(logits_BRV, flat, settings, prefixes, scores_BRV):
-    first = len(prefixes[0]) == first_token_unprocessed.prompt_length - 1
-    return logits_BRV.float() if first else scores_BRV
-
-
-first_token_unprocessed.prompt_length = 3
+    """Where the text so far is the prompt of `test_statistics`."""
+    return logits_BRV.float() if len(prefixes[0]) == PROMPT_LENGTH - 1 else scores_BRV
 
 
 def target_without_top_p(logits_BRV, flat, settings, prefixes, scores_BRV):
@@ -124,7 +123,7 @@ def reciting(accept: Callable, reject: Callable) -> Apply:
         q_BR = torch.zeros(flat.tokens_BR.shape) if flat.log_values_BR is None else flat.log_values_BR
         above_BR = q_BR.gather(1, flat.topology.parent_BR.expand(q_BR.shape))
         q_BR = (q_BR - above_BR).exp().tolist()
-        parents_BR = flat.topology.parent_BR.expand(q_BR.__len__(), -1).tolist()
+        parents_BR = flat.topology.parent_BR.expand(len(q_BR), -1).tolist()
         lines = []
         for b, (request, tokens) in enumerate(zip(state.requests, flat.tokens_BR.tolist(), strict=True)):
             numbers = iter(np.random.default_rng([request.sampling.seed, request.place, 7]).random(4 * L + 1))
@@ -150,12 +149,12 @@ def reciting(accept: Callable, reject: Callable) -> Apply:
 
 
 def zeroed(p, x):
-    return np.where(np.arange(len(p)) == x, 0.0, p)
+    left = np.where(np.arange(len(p)) == x, 0.0, p)
+    return left if left.any() else p
 
 
 def residual(p, x):
-    left = zeroed(p, x)
-    return left / left.sum() if left.sum() else p
+    return zeroed(p, x) / zeroed(p, x).sum()
 
 
 def as_it_is(p, x):
@@ -180,6 +179,11 @@ WRONG |= {
 
 
 # ---- trees of sampled children -----------------------------------------------------------------------------------
+
+
+def unscaled(p_BV, q_BV):
+    left_BV = (p_BV - q_BV).clamp(min=0)
+    return torch.where(left_BV.sum(-1, keepdim=True) > 0, left_BV, p_BV)
 
 
 def best_ratio_first(monkeypatch):
@@ -226,27 +230,13 @@ def renumbered(change: Callable) -> Apply:
     return patch(engine_module, "accept_sampled", accept)
 
 
-def drawn_again(generators, shape):
-    """The numbers that drew the tree, once more."""
-    for one in generators:
-        one.manual_seed(one.initial_seed())
-    return torch.stack([torch.rand(shape, generator=one) for one in generators])
-
-
-def noise_repeated(monkeypatch):
-    noise, decide = engine_module._noise, Engine._decide
-
-    def deciding(self, *args):
-        with monkeypatch.context() as inside:
-            inside.setattr(engine_module, "_noise", drawn_again)
-            return decide(self, *args)
-
-    monkeypatch.setattr(Engine, "_decide", deciding)
-    assert noise is engine_module._noise
+def numbers_again(generators, shape):
+    """A round's generators start over for every use: each level of the tree, then acceptance."""
+    return _noise([one.manual_seed(one.initial_seed()) for one in generators], shape)
 
 
 WRONG |= {
-    "residual not renormalised": Rule("sampled", patch(rule, "_reduce", lambda p, q: (p - q).clamp(min=0))),
+    "residual not renormalised": Rule("sampled", patch(rule, "_reduce", unscaled)),
     "residual not reduced": Rule("sampled", patch(rule, "_reduce", lambda p, q: p)),
     "residual |p - q|": Rule("sampled", patch(rule, "_reduce", lambda p, q: rule._normalise((p - q).abs()))),
     "q keeps the rejected child": Rule("sampled", patch(rule, "_without", lambda q, x: q)),
@@ -256,15 +246,12 @@ WRONG |= {
     "most likely children taken for drawn ones": Rule("sampled", most_likely_children),
     "q recorded at temperature 1": Rule("sampled", q_recorded_at_temperature_1),
     "one number for acceptance and draw": Rule("sampled", renumbered(lambda a, u: (u[..., None].expand_as(a), u))),
-    "one number for all siblings": Rule("sampled", renumbered(lambda a, u: (a[..., :1].expand_as(a), u))),
-    "acceptance by the numbers that drew the tree": Rule("sampled", noise_repeated),
+    "one number for all siblings": Rule("sampled", renumbered(lambda a, u: (a[..., :1].expand_as(a), u)), draws=16_000),
+    "acceptance by the numbers that drew the tree": Rule("sampled", patch(law, "noise", numbers_again)),
 }
 
 
 # ---- uniform numbers ---------------------------------------------------------------------------------------------
-
-_at, _round = Stream.at, Stream.round
-_places = itertools.repeat(0)
 
 WRONG |= {
     "one number for successive places": Rule(
@@ -277,7 +264,7 @@ WRONG |= {
     "trees drawn with the same numbers in every round": Rule(
         "sampled", patch(Stream, "round", lambda self, place, device: _round(self, 0, device))
     ),
-    "numbers of pairs of requests shared": Rule(
+    "eight requests share their numbers": Rule(
         "none", patch(Stream, "at", lambda self, first, count: _at(Stream(self.seed // 8), first, count))
     ),
 }

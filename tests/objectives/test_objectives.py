@@ -134,6 +134,35 @@ def test_top_k_term_is_not_renormalised():
     assert (renormalised.top - result.top).abs() > 0.1
 
 
+@pytest.mark.parametrize("chunk", [3, 100])
+def test_labels_replace_the_distribution_in_the_soft_term_alone(chunk):
+    predicted, teacher, weight = problem()
+    label = torch.tensor([0, 10, 3, 3, 7, 1, 0])
+    q, log_p = (teacher @ weight.T).softmax(-1), (predicted @ weight.T).log_softmax(-1)
+    kept = q.topk(3, -1)
+    exact = -(0.1 * log_p.gather(-1, label[:, None]).sum()) - (kept.values * log_p.gather(-1, kept.indices)).sum()
+    settings = {"soft_weight": 0.1, "top_weight": 1.0, "top_k": 3, "chunk": chunk}
+    hard = distill(predicted, teacher, lambda x: x @ weight.T, label_M=label, **settings)
+    soft = distill(predicted, teacher, lambda x: x @ weight.T, **settings)
+    torch.testing.assert_close(hard.loss, exact)
+    assert hard.top == soft.top
+    assert hard.hits_M.equal(soft.hits_M)
+    assert hard.recall == soft.recall
+    (ours,) = torch.autograd.grad(hard.loss * 3, predicted)
+    (expected,) = torch.autograd.grad(exact * 3, predicted)
+    torch.testing.assert_close(ours, expected)
+
+
+def test_teachers_are_not_written_over():
+    """The gradient is formed where a chunk's distribution was; neither teachers nor a frozen head may change."""
+    predicted, teacher, weight = problem()
+    before = teacher.clone(), weight.clone()
+    logits = teacher @ weight.T
+    kept = logits.clone()
+    distill(predicted, teacher, lambda x: x @ weight.T if x.requires_grad else logits, top_weight=1.0).loss.backward()
+    assert teacher.equal(before[0]) and weight.equal(before[1]) and logits.equal(kept)
+
+
 def test_top_k_of_the_whole_vocabulary_is_the_full_cross_entropy():
     predicted, teacher, weight = problem()
     result = distill(predicted, teacher, lambda x: x @ weight.T, top_weight=1.0, top_k=11)

@@ -89,6 +89,52 @@ def test_loss_is_the_two_published_terms(target):
     assert probe.losses[0] == pytest.approx(float(total / count), rel=1e-5)
 
 
+def test_hard_labels_distil_the_token_two_ahead(target):
+    """-log p(x_{t+2}) instead of the soft term, and only where x_{t+2} is a token of the same segment."""
+    lengths = ((9, 7), (12,))
+    batch = make_batch(lengths)
+    view = View.of(batch, target, (FINAL,))
+    module = eagle(target, noise="none", labels="hard", regression_weight=0.0, distillation_weight=1.0)
+    network = module.network
+    total, count = 0.0, 0
+    with torch.no_grad():
+        for b, row in enumerate(lengths):
+            start = 0
+            for n in row:
+                ids = batch.tokens_BS[b : b + 1, start : start + n]
+                feature = target.features(ids, (FINAL,))[FINAL]
+                mask = torch.full((n - 1, n - 1), -torch.inf).triu(1)
+
+                def attend(q, k, v, mask=mask):
+                    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+
+                out = network(feature[:, :-1], target.embed(ids[:, 1:]), torch.arange(n - 1)[None], attend)
+                for t in range(2, n - 2):  # soft rows reach n - 2, which has no x_{t+2}
+                    total = total - target.lm_head(out[0, t]).log_softmax(-1)[ids[0, t + 2]]
+                    count += 1
+                start += n
+    (one,) = module.passes(view)
+    assert count == batch.rows.num_supervised - 3 == module.supervised(batch.rows).numel()
+    assert float(one.loss) == pytest.approx(float(total / count), rel=1e-5)
+    assert float(one.means["distillation"]) == pytest.approx(float(total / count), rel=1e-5)
+    # what is measured against the target stays the target's
+    (soft,) = eagle(target, noise="none").passes(view)
+    assert one.measures["accuracy"][0] <= soft.measures["accuracy"][0]
+
+
+def test_a_batch_with_soft_rows_only_is_empty_for_hard_labels(target):
+    """Six tokens, answer from the last one: its row exists, the token after it does not."""
+    batch = make_batch(((6,),), answer_from=5)
+    assert batch.rows.num_supervised == 1
+    module = eagle(target, labels="hard", optim={"weight_decay": 0.5})
+    before = {name: p.clone() for name, p in module.network.named_parameters()}
+    fit = trainer(1, limit_train_batches=2, max_epochs=1)
+    fit.fit(module, loader([batch, batch]))
+    assert (fit.global_step, module.skipped_batches, module.supervised_rows) == (0, 2, 0)
+    for name, p in module.network.named_parameters():
+        assert p.equal(before[name]), name
+
+
 def test_empty_plan_changes_nothing_not_even_by_weight_decay(target):
     empty = make_batch(answer_from=99)
     assert empty.rows.num_supervised == 0

@@ -7,10 +7,16 @@ import torch
 from torch.nn import functional as F
 
 from eaglelab.data.draft_vocabulary import DraftVocabulary
+from eaglelab.decoding import Chain, Engine, make_tree
 from eaglelab.drafters import FusedDrafter
-from eaglelab.variants import Eagle3Module, OptimConfig, View
+from eaglelab.target import ManifestMismatch
+from eaglelab.training import RunFolder
+from eaglelab.variants import Eagle3Module, OptimConfig, Pass, View
+from eaglelab.variants.manifest import require_same_contract
 from tests.oracles.golden import Golden
-from tests.variants.conftest import make_batch, tiny_target
+from tests.variants.conftest import loader, make_batch, tiny_target
+from tests.variants.reference import assert_same_gradients, chain_states, gradients
+from tests.variants.test_eagle import trainer
 
 
 @pytest.fixture(scope="module")
@@ -24,8 +30,20 @@ def eagle3(target, **settings) -> Eagle3Module:
     return Eagle3Module(target, OptimConfig(lr=1e-3), answer_counts=lambda: counts, **settings)
 
 
-def test_golden_seven_steps():
+def perturb_norms(module) -> None:
+    """Norm weights away from 1, so that a norm too many or too few shows."""
+    g = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, weight in module.network.named_parameters():
+            if weight.dim() == 1:
+                weight.mul_(0.5 + torch.rand(weight.shape, generator=g))
+                assert "norm" in name
+
+
+def test_golden_seven_steps(monkeypatch):
     """Per-step losses, their 0.8^s sum and every gradient, with the published reduction and draft vocabulary."""
+    # recorded are the target's logits, no features to measure a distance to
+    monkeypatch.setattr("eaglelab.variants.eagle3.smooth_l1", lambda state, teacher: state.new_zeros(()))
     golden = Golden("eagle3_train_s0")
     target = tiny_target(vocab_size=97, rms_norm_eps=1e-5, num_hidden_layers=8)
     module = eagle3(target, reduction="pinned", draft_vocab_size=40)
@@ -42,18 +60,30 @@ def test_golden_seven_steps():
     module.objective = lambda *a: losses.append(objective(*a)) or losses[-1]
     (one,) = module.passes(view)
     for step, expected in enumerate(golden.facts["losses"]):
-        assert losses[step][0].item() == pytest.approx(expected, rel=1e-5), step
+        assert losses[step].loss.item() == pytest.approx(expected, rel=1e-5), step
     assert one.loss.item() == pytest.approx(golden.facts["total"], rel=1e-5)
     one.loss.backward()
     for name, parameter in module.network.named_parameters():
         torch.testing.assert_close(parameter.grad, golden[f"grad.{name}"], rtol=1e-5, atol=2e-6, msg=name)
 
 
-def test_steps_equal_a_sequential_cached_draft_chain(deep_target):
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"fc_norm": True, "recurrence": "post_norm"},
+        {"recurrence": "post_norm", "detach": True},
+        {"taps": [3]},
+        {"taps": [0, 2, 4, 5, 7], "fc_norm": True},
+    ],
+    ids=["eagle3", "eagle3.1", "post_norm", "one_tap", "five_taps"],
+)
+def test_steps_equal_a_sequential_cached_draft_chain(deep_target, settings):
     """Step s of root r is what decoding drafts from r: steps 1 to 7, 1e-5 of their scale, packed and padded."""
-    module = eagle3(deep_target)
+    module = eagle3(deep_target, **settings)
+    perturb_norms(module)
     states = []
-    module.objective = lambda state, *_: states.append(state.detach()) or (state.sum(), {})
+    module.objective = lambda state, *_: states.append(state.detach()) or Pass(state.sum(), [], {})
     lengths = ((9, 7), (12,))
     batch = make_batch(lengths)
     list(module.passes(View.of(batch, deep_target, module.taps)))
@@ -104,13 +134,81 @@ def test_gradient_flows_through_every_step(deep_target):
     objective = module.objective
 
     def only_last(state, view, step):
-        loss, means = objective(state, view, step)
-        return (loss if step == 6 else loss * 0), means
+        one = objective(state, view, step)
+        return one if step == 6 else Pass(one.loss * 0, [], {})
 
     module.objective = only_last
     (one,) = module.passes(View.of(make_batch(((14,),)), deep_target, module.taps))
     one.loss.backward()
     assert module.network.fc.weight.grad.abs().max() > 0
+
+
+@pytest.mark.parametrize("settings", [{}, {"recurrence": "post_norm", "fc_norm": True}, {"draft_vocab_size": 40}])
+@pytest.mark.parametrize("detach", [True, False])
+def test_gradients_are_those_of_plain_chains(deep_target, detach, settings):
+    """Cut between steps or not, against autograd over chains written out root by root; the two settings differ."""
+    lengths = ((9, 7), (12,))
+    batch = make_batch(lengths)
+    module = eagle3(deep_target, detach=detach, steps=4, **settings)
+    perturb_norms(module)
+    view = View.of(batch, deep_target, module.taps)
+    (one,) = module.passes(view)
+    one.loss.backward()
+    ours = [p.grad for p in module.network.parameters()]
+
+    network, normed, plain = module.network, "recurrence" in settings, {}
+    for setting in (True, False):
+        (states, _), loss = chain_states(module, batch, lengths, 4, detach=setting), 0.0
+        for step, reached in enumerate(states):
+            teacher, counted = view.teacher(step), view.rows.supervised_at(step)
+            rows, terms = [key for key in reached if counted[key]], []
+            for key in rows:
+                logits = deep_target.lm_head(teacher[key])
+                if network.ids_K is not None:
+                    if logits.argmax() not in network.ids_K:
+                        continue
+                    logits = logits[network.ids_K]
+                state = reached[key] if normed else network.norm(reached[key])
+                terms.append(-(logits.softmax(-1) * network.lm_head(state).log_softmax(-1)).sum())
+            assert len(rows) == int(counted.sum())
+            loss = loss + 0.8**step * sum(terms) / len(terms)
+        assert detach != setting or float(loss) == pytest.approx(float(one.loss), rel=1e-5)
+        plain[setting] = gradients(network, loss)
+    assert_same_gradients(ours, plain[detach])
+    differences = [(a - b).abs().max() / b.abs().max() for a, b in zip(*plain.values(), strict=True)]
+    assert max(differences) > 0.05
+
+
+@pytest.mark.parametrize("taps", [[5], [1, 6], [2, 4, 5], [7, 0, 3, 5, "final"]])
+def test_any_number_of_taps_trains_and_decodes(deep_target, taps, tmp_path):
+    """One to five streams, from the training step through the run folder to the decoding engine."""
+    module = eagle3(deep_target, taps=taps, steps=2, fc_norm=len(taps) == 5)
+    assert module.network.fc.in_features == 32 * len(taps)
+    before = module.network.fc.weight.detach().clone()
+    fit = trainer(2)
+    fit.fit(module, loader([make_batch()] * 2))
+    moved = (module.network.fc.weight - before).abs().view(32, len(taps), 32).amax((0, 2))
+    assert (moved > 0).all()  # every stream is read
+
+    folder = RunFolder(tmp_path)
+    module.manifest().save(folder.manifest_path)
+    (tmp_path / "checkpoints").mkdir()
+    fit.save_checkpoint(tmp_path / "checkpoints" / "last.ckpt")
+    assert folder.manifest().taps == tuple(taps)
+    assert folder.manifest().drafter["num_taps"] == len(taps)
+    drafter = folder.load_drafter(deep_target)
+    assert drafter.taps == tuple(taps)
+    prompt = [5, 9, 44, 2, 17]
+    result = Engine(deep_target, drafter, Chain(4)).generate_one(prompt, max_new_tokens=20, stop_ids=set())
+    plain = Engine(deep_target, None, make_tree("none")).generate_one(prompt, max_new_tokens=20, stop_ids=set())
+    assert result.tokens == plain.tokens
+
+
+def test_taps_of_another_run_are_refused(deep_target):
+    saved = eagle3(deep_target, taps=[2, 4]).manifest()
+    for other in ([4, 2], [2, 5], [2, 4, 5]):
+        with pytest.raises(ManifestMismatch, match="field taps was recorded as"):
+            require_same_contract(saved, eagle3(deep_target, taps=other))
 
 
 def test_taps_are_the_published_addresses_and_never_collide(deep_target, target):
@@ -137,6 +235,40 @@ def test_rows_count_only_when_the_target_s_argmax_can_be_drafted(deep_target):
     best = deep_target.lm_head(view.teacher().flatten(0, 1)[view.rows.supervised_M]).argmax(-1)
     assert one.means["argmax_coverage"] == pytest.approx(float((best < 30).float().mean()))
     assert 0 < one.means["argmax_coverage"] < 1
+
+
+def test_coverage_is_counted_over_the_training_and_survives_a_resume(deep_target, tmp_path):
+    """Every supervised row seen, once, by its target argmax; exact counts in the report."""
+    batches = [make_batch(seed=seed, lengths=((7 + seed,), (12,))) for seed in (0, 1, 2, 2)]
+    covered = rows = 0
+    for batch in batches:
+        view = View.of(batch, deep_target, ("final",))
+        best = deep_target.lm_head(view.teacher().flatten(0, 1)[batch.rows.supervised_M]).argmax(-1)
+        covered, rows = covered + int((best < 30).sum()), rows + best.numel()
+    expected = {"covered": covered, "supervised_rows": rows, "share": covered / rows}
+    assert 0 < covered < rows
+
+    whole = eagle3(deep_target, draft_vocab_size=30, steps=3)
+    trainer(4).fit(whole, loader(batches))
+    assert whole.report["argmax_coverage"] == expected
+    counts = torch.arange(61, 0, -1)
+    assert whole.report["answer_token_coverage"] == pytest.approx(float(counts[:30].sum() / counts.sum()))
+
+    first = trainer(2)
+    first.fit(eagle3(deep_target, draft_vocab_size=30, steps=3), loader(batches[:2]))
+    first.save_checkpoint(tmp_path / "half.ckpt")
+    second = eagle3(deep_target, draft_vocab_size=30, steps=3)
+    second.on_load_checkpoint(torch.load(tmp_path / "half.ckpt", weights_only=True))  # the job looks first
+    fit = trainer(4, max_epochs=9)
+    fit.fit(second, loader(batches[3:] * 4), ckpt_path=tmp_path / "half.ckpt", weights_only=True)
+    assert fit.global_step == 4
+    assert second.report["argmax_coverage"] == expected
+
+
+def test_no_coverage_is_reported_for_the_whole_vocabulary(deep_target):
+    module = eagle3(deep_target, steps=2)
+    trainer(1).fit(module, loader([make_batch()]))
+    assert module.report == {}
 
 
 def test_vocabulary_is_sorted_by_id_and_takes_the_most_frequent():
@@ -170,6 +302,12 @@ def test_a_head_and_its_map_are_loaded_together_or_not_at_all(deep_target, damag
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"recurrence": "normed"}, "recurrence='normed' is not one of pre_norm, post_norm"),
+        ({"taps": []}, "names no stream"),
+        ({"taps": [2, 2]}, "name one feature twice"),
+        ({"taps": [2, 8]}, "tap 8 is not a feature address of a target with 8 layers"),
+        ({"taps": [-1]}, "tap -1 is not a feature address"),
+        ({"taps": [1.5]}, "tap 1.5 is not a feature address"),
         ({"steps": 0}, "takes 1 to 10"),
         ({"steps": 11}, "takes 1 to 10"),
         ({"reduction": "mean"}, "reduction='mean' is not one of masked, pinned"),

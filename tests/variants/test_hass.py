@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from eaglelab.variants import EagleModule, HassModule, OptimConfig, View
+from eaglelab.variants import EagleModule, HassModule, OptimConfig, Pass, View
 from tests.oracles.golden import Golden
 from tests.variants.conftest import loader, make_batch, tiny_target
+from tests.variants.reference import assert_same_gradients, chain_states, gradients
 from tests.variants.test_eagle import trainer
 
 
@@ -50,9 +51,7 @@ def test_passes_equal_a_sequential_cached_draft_chain(target):
     """Pass s of root r is step s of a chain that decoding would draft from r: 1e-5 in fp32, packed and padded."""
     module = hass(target, passes=3)
     predicted = []
-    module.objective = lambda x, *rest, **kw: (
-        predicted.append(x.detach()) or types.SimpleNamespace(loss=x.sum(), means={})
-    )
+    module.objective = lambda x, *rest, **kw: predicted.append(x.detach()) or Pass(x.sum(), [], {})
     lengths = ((9, 7), (12,))
     batch = make_batch(lengths)
     list(module.passes(View.of(batch, target, ("final",))))
@@ -114,6 +113,61 @@ def test_spliced_states_are_detached(target):
     assert all(p.grad is not None for p in module.network.parameters())
 
 
+@pytest.mark.parametrize("labels", ["soft", "hard"])
+@pytest.mark.parametrize("detach", [True, False])
+def test_gradients_are_those_of_plain_chains(target, detach, labels):
+    """Detached or not, against autograd over chains written out root by root; the two settings differ."""
+    lengths = ((9, 7), (12,))
+    batch = make_batch(lengths)
+    settings = {"passes": 3, "pass_weights": [1.0, 0.5, 2.0], "top_weight": 0.7, "top_k": 4}
+    module = hass(target, detach=detach, labels=labels, **settings)
+    view = View.of(batch, target, ("final",))
+    assert module.num_passes == (3 if detach else 1)
+    for one in module.passes(view):
+        one.loss.backward()
+    ours = [p.grad for p in module.network.parameters()]
+
+    plain = {}
+    for setting in (True, False):
+        (states, tokens), loss = chain_states(module, batch, lengths, 3, detach=setting), 0.0
+        for step, weight in enumerate(settings["pass_weights"]):
+            teacher, counted, reached = view.teacher(step), view.rows.supervised_at(step), states[step]
+            assert int(counted.sum()) == sum(bool(counted[key]) for key in reached) > 5
+            rows = [key for key in reached if counted[key] and (labels == "soft" or key in tokens[step])]
+            for key in rows:
+                q = target.lm_head(teacher[key]).softmax(-1)
+                log_p = target.lm_head(reached[key]).log_softmax(-1)
+                top = q.topk(4)
+                row = F.smooth_l1_loss(reached[key], teacher[key])
+                row = row - 0.7 * (top.values * log_p[top.indices]).sum()
+                row = row - 0.1 * ((q * log_p).sum() if labels == "soft" else log_p[tokens[step][key]])
+                loss = loss + weight * row / len(rows)
+        plain[setting] = gradients(module.network, loss)
+    assert_same_gradients(ours, plain[detach])
+    assert max((a - b).abs().max() / b.abs().max() for a, b in zip(*plain.values(), strict=True)) > 0.05
+
+
+def test_joined_passes_train_and_stay_eagle_1_first(target):
+    module = hass(target, detach=False, eagle_share=0.5)
+    before = [p.detach().clone() for p in module.network.parameters()]
+    trainer(4).fit(module, loader([make_batch()] * 4))
+    assert all(not p.equal(old) for p, old in zip(module.network.parameters(), before, strict=True))
+
+
+def test_hard_labels_count_at_every_pass_only_where_the_token_exists(target):
+    """Ten tokens, answer from token 3: rows 2..8; hard rows need x_{t+2}, so row 8 is none. Each pass moves along."""
+    batch = make_batch(((10,),))
+    view = View.of(batch, target, ("final",))
+    counts = {}
+    for labels in ("soft", "hard"):
+        module = hass(target, labels=labels)
+        counts[labels] = [module.supervised(view.rows, step).numel() for step in range(3)]
+        for step, one in enumerate(module.passes(view)):
+            assert {rows for _, rows in one.measures.values()} == {counts[labels][step]}
+            assert one.means[f"top_k/step{step}" if step else "top_k"] > 0
+    assert counts == {"soft": [7, 7, 7], "hard": [6, 6, 6]}
+
+
 def test_eagle_share_is_eagle_1_first(target):
     module = hass(target, eagle_share=0.5)
     counts, passes = [], module.passes
@@ -142,6 +196,7 @@ def test_shipped_arithmetic_refuses_packed_rows(target):
         ({"passes": 6}, "takes 1 to 5"),
         ({"pass_weights": [1.0]}, "one weight for each of 3 passes"),
         ({"eagle_share": 1.0}, "must be in"),
+        ({"labels": "soften"}, "labels='soften' is not one of soft, hard"),
         ({"top_k": 0}, "top_k=0 must be at least 1"),
         ({"alignment": "none"}, "alignment='none' is not one of masked, shipped"),
     ],

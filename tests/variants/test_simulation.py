@@ -15,6 +15,9 @@ class Scripted(nn.Module):
         super().__init__()
         self.view, self.wrong, self.step = view, wrong, 0
 
+    def head_input(self, state):
+        return state
+
     def logits(self, state, target_head):
         return target_head(state)
 

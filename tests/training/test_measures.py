@@ -1,0 +1,215 @@
+"""What training logs: means over rows, however the rows are dealt to micro-batches and processes."""
+
+import os
+import socket
+
+import lightning as L
+import pytest
+import torch
+from torch.nn import functional as F
+
+from eaglelab.data.batch import Batch
+from eaglelab.data.rows import compile_rows
+from eaglelab.variants import VARIANTS, OptimConfig
+from eaglelab.variants.measures import RowMeans
+from tests.variants.conftest import loader, make_batch, tiny_target
+from tests.variants.test_eagle import trainer
+
+SETTINGS = {
+    "eagle": {"noise": "none"},
+    "hass": {"pass_weights": [1.0, 0.5, 2.0]},
+    "eagle3": {"draft_vocab_size": 30, "steps": 3, "feature_weight": 0.1},
+}
+BY_STEP = {"eagle": ("",), "hass": ("", "/step1", "/step2"), "eagle3": ("", "/step1", "/step2")}
+UNEVEN = [((9, 7), (12,)), ((6,),), ((14, 5),), ((20,), (4,), (5,))]
+"""Segments of four micro-batches; their supervised rows differ, and so do their padded sizes."""
+
+
+def union(batches: list[Batch]) -> Batch:
+    """The same sequences as one batch."""
+    width = max(batch.tokens_BS.shape[1] for batch in batches)
+    fill = {"tokens_BS": 0, "valid_BS": 0, "segment_BS": -1, "position_BS": 0, "answer_BS": 0}
+    parts = {
+        name: torch.cat([F.pad(getattr(b, name), (0, width - b.tokens_BS.shape[1]), value=v) for b in batches])
+        for name, v in fill.items()
+    }
+    rows = compile_rows(*(parts[name] for name in ("valid_BS", "segment_BS", "position_BS", "answer_BS")))
+    return Batch(**parts, rows=rows)
+
+
+def uneven_batches() -> list[Batch]:
+    batches = [make_batch(lengths, seed=seed) for seed, lengths in enumerate(UNEVEN)]
+    assert len({batch.supervised for batch in batches}) == 4
+    return batches
+
+
+def build(name, accumulate=1, lr=1e-3):
+    torch.manual_seed(0)
+    counts = torch.arange(61, 0, -1)
+    optim = OptimConfig(lr=lr, accumulate=accumulate)
+    target = tiny_target(num_hidden_layers=8)
+    return VARIANTS[name](target, optim, answer_counts=lambda: counts, **SETTINGS[name])
+
+
+def measured(fit) -> dict[str, float]:
+    """Row means of the last optimizer step."""
+    other = ("lr", "target_seconds")
+    return {
+        name: float(value)
+        for name, value in fit.callback_metrics.items()
+        if name.startswith("train/") and name.split("/")[1] not in other
+    }
+
+
+def fitted(name, batches, steps=1, **settings):
+    module = build(name, **settings)
+    fit = trainer(steps)
+    fit.fit(module, loader(batches))
+    assert fit.global_step == steps
+    return module, measured(fit)
+
+
+def assert_same(ours, expected):
+    assert ours.keys() == expected.keys()
+    for key, value in expected.items():
+        assert ours[key] == pytest.approx(value, rel=1e-6, abs=1e-6), key
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_four_uneven_micro_batches_log_what_one_batch_logs(name):
+    """Pooled over rows, not a mean of means and not the last micro-batch's."""
+    batches = uneven_batches()
+    _, parts = fitted(name, batches, accumulate=4)
+    _, whole = fitted(name, [union(batches)])
+    assert_same(parts, whole)
+    _, last = fitted(name, batches[-1:])
+    assert abs(last["train/distillation"] - whole["train/distillation"]) > 1e-3
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_each_optimizer_step_starts_anew(name):
+    """Two steps of two micro-batches: the second logs its own rows. Tiny steps, so that weights stay put."""
+    batches = uneven_batches()
+    _, second = fitted(name, batches, steps=2, accumulate=2, lr=1e-12)
+    _, alone = fitted(name, [union(batches[2:])], lr=1e-12)
+    assert second.pop("train/supervised_rows") > alone.pop("train/supervised_rows")
+    for key, value in alone.items():
+        assert second[key] == pytest.approx(value, rel=1e-5, abs=1e-5), key
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_skipped_micro_batch_has_no_say(name):
+    batches = uneven_batches()
+    module, logged = fitted(name, [batches[0], make_batch(answer_from=99), batches[2], batches[3]], accumulate=4)
+    assert logged.pop("train/skipped_batches") == module.skipped_batches == 1
+    _, whole = fitted(name, [union([batches[0], *batches[2:]])])
+    whole.pop("train/skipped_batches")
+    assert_same(logged, whole)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_everything_observable_is_logged(name):
+    """Losses, accuracy and recall by step, time of the target, rows and skipped batches; errors by depth and tau."""
+    module = build(name)
+    fit = trainer(2, val_check_interval=1, limit_val_batches=1)
+    fit.fit(module, loader([make_batch(((14, 9),))] * 2), loader([make_batch(((14, 9),))]))
+    logged = set(fit.callback_metrics)
+    by_step = ["regression", "distillation", "accuracy", "recall@5"]
+    by_step += {"eagle": [], "hass": ["top_k"], "eagle3": ["argmax_coverage", "state_norm"]}[name]
+    expected = {f"train/{what}{step}" for what in by_step for step in BY_STEP[name]}
+    expected |= {f"train/{what}" for what in ("loss", "lr", "target_seconds", "supervised_rows", "skipped_batches")}
+    expected |= {
+        f"val/{what}@{depth}"
+        for what in ("prefix", "hit", "feature_error", "norm", "drift")
+        for depth in range(1, module.chain.depth + 1)
+    }
+    assert logged == expected | {"val/tau"}
+    assert fit.callback_metrics["train/target_seconds"] > 0
+    assert fit.callback_metrics["train/supervised_rows"] == 2 * make_batch(((14, 9),)).supervised
+
+
+def test_row_means_by_hand():
+    means = RowMeans()
+    means.update([(torch.tensor(6.0), 3), (torch.tensor(1.0), 4)], {"a": (torch.tensor(2.0), torch.tensor(4.0))})
+    means.update([(torch.tensor(4.0), 2), (torch.tensor(0.0), 0)], {"a": (torch.tensor(1.0), 0)})
+    assert {k: float(v) for k, v in means.compute().items()} == {"loss": 10 / 5 + 1 / 4, "a": 3 / 4}
+    means.reset()
+    means.update([], {"b": (torch.tensor(0.0), 0)})  # another step may measure other things; no rows give 0
+    assert {k: float(v) for k, v in means.compute().items()} == {"loss": 0.0, "b": 0.0}
+
+
+# ---- two processes -------------------------------------------------------------------------------------------
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+class Gradient(L.Callback):
+    """Keeps the gradient of the last optimizer step."""
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        self.all = torch.cat([p.grad.flatten() for p in module.network.parameters() if p.grad is not None])
+
+
+def one_step(name, batches, **settings) -> dict:
+    gradient = Gradient()
+    module = build(name, accumulate=2)
+    fit = trainer(1, callbacks=[gradient], **settings)
+    fit.fit(module, loader(batches))
+    assert fit.global_step == 1
+    return {"measured": measured(fit), "report": module.report, "gradient": gradient.all}
+
+
+def dealt(rank: int) -> dict[str, list[Batch]]:
+    """Two micro-batches for each process; where the rows run out differs."""
+    batches, empty = uneven_batches(), make_batch(answer_from=99)
+    jobs = {name: ([batches[0], batches[1]], [batches[3], empty]) for name in VARIANTS}
+    return {name: job[rank] for name, job in {**jobs, "empty end": ([batches[0], empty], [batches[3], empty])}.items()}
+
+
+def worker(rank: int, port: int, folder: str) -> None:
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "TORCHELASTIC_RUN_ID": "test",
+    }
+    torch.set_num_threads(1)
+    jobs = dealt(rank)
+    results = {job: one_step(job if job in VARIANTS else "eagle", jobs[job], strategy="ddp", devices=2) for job in jobs}
+    torch.save(results, f"{folder}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory) -> list[dict]:
+    folder = tmp_path_factory.mktemp("gloo")
+    torch.multiprocessing.spawn(worker, (free_port(), str(folder)), nprocs=2)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_two_processes_log_what_one_logs(name, two_processes):
+    """gloo, accumulate 2; uneven rows, and one process is without any at the last micro-batch."""
+    batches = uneven_batches()
+    module, one = fitted(name, [union([batches[0], batches[1], batches[3]])])
+    for process in two_processes:
+        assert_same(process[name]["measured"], one)
+        assert process[name]["report"] == module.report
+    assert one["train/supervised_rows"] == sum(batches[i].supervised for i in (0, 1, 3))
+
+
+def test_a_step_that_ends_with_an_empty_micro_batch_averages_its_gradients(two_processes):
+    """The second micro-batch is empty everywhere: nothing else would exchange the first one's gradients."""
+    batches, empty = uneven_batches(), make_batch(answer_from=99)
+    first, second = (process["empty end"]["gradient"] for process in two_processes)
+    assert first.equal(second)
+    alone = one_step("eagle", [union([batches[0], batches[3]]), empty])["gradient"]
+    torch.testing.assert_close(first, alone, rtol=1e-4, atol=1e-7)
