@@ -178,7 +178,7 @@ def test_trained_drafters(trained, answered):
         results = Engine(target, trained.load_drafter(target), tree).generate(prompts, max_new_tokens=64, batch=BATCH)
         assert [result.tokens for result in results] == answers
         rounds = [accepted for result in results for accepted in result.accepted]
-        assert 1 + sum(rounds) / len(rounds) > 1.5
+        assert 1 + sum(rounds) / len(rounds) > 1.3
 
 
 class TopTwo(LogitsProcessor):

@@ -5,6 +5,7 @@ import inspect
 
 import pytest
 import yaml
+from hydra import compose, initialize_config_dir
 
 from eaglelab.cli.config import config_dir
 from eaglelab.target import ManifestMismatch
@@ -89,6 +90,15 @@ def test_configuration_has_a_line_for_every_keyword(module):
         "recurrence",
     }
     assert lines == keywords
+
+
+def test_eagle_3_1_is_one_experiment():
+    with initialize_config_dir(config_dir(), version_base="1.3"):
+        plain, later = (compose("train", [choice]).variant for choice in ("variant=eagle3", "experiment=eagle3_1"))
+    assert (plain.fc_norm, plain.recurrence) == (False, "pre_norm")
+    assert (later.fc_norm, later.recurrence) == (True, "post_norm")
+    changed = {name for name in plain if name != "drafter" and plain[name] != later[name]}
+    assert changed == {"fc_norm", "recurrence"}
 
 
 def test_an_unknown_keyword_is_refused(target):
