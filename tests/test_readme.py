@@ -1,6 +1,5 @@
 """The README's commands run as they stand, on a budget of seconds."""
 
-import os
 import re
 import shlex
 import subprocess
@@ -8,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests.cli.conftest import run
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -41,16 +42,13 @@ def test_commands_run(tmp_path):
     ours.insert(0, ["python", "train.py", "variant=hass", "hydra.run.dir=outputs/demo"])
     for command in ours:
         verb, arguments = ("train", command[2:]) if command[0] == "python" else (command[1], command[2:])
-        job = [sys.executable, "-m", "eaglelab.cli.main", verb, *arguments, *SMALL[verb]]
-        done = subprocess.run(job, cwd=tmp_path, capture_output=True, text=True, env=dict(os.environ))
-        assert done.returncode == 0, (command, done.stderr)
+        run(verb, *arguments, *SMALL[verb], cwd=tmp_path)
 
 
 def test_python_example_runs(tmp_path):
     """The Python block, against the run folder it names."""
     (block,) = re.findall(r"```python\n(.*?)```", README, flags=re.S)
-    job = [sys.executable, "-m", "eaglelab.cli.main", "train", "hydra.run.dir=outputs/demo", *SMALL["train"]]
-    subprocess.run(job, cwd=tmp_path, check=True, capture_output=True)
+    run("train", "hydra.run.dir=outputs/demo", *SMALL["train"], cwd=tmp_path)
     done = subprocess.run([sys.executable, "-c", block], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "tau" in done.stdout

@@ -8,7 +8,7 @@ import subprocess
 import pytest
 import torch
 
-from tests.cli.conftest import SMALL, command, run
+from tests.cli.conftest import SMALL, command, run, run_fresh
 
 
 def weights(folder) -> dict[str, torch.Tensor]:
@@ -78,9 +78,8 @@ def test_resumed_and_interrupted_training_equals_uninterrupted_bit_for_bit(tmp_p
 def test_wandb_is_offline_for_those_who_are_not_logged_in(tmp_path):
     hidden = ("WANDB_MODE", "WANDB_API_KEY")
     environment = {k: v for k, v in os.environ.items() if k not in hidden} | {"NETRC": str(tmp_path / "none")}
-    job = command("train", *SMALL, "trainer.max_steps=2", "logger=wandb", "hydra.run.dir=run")
-    done = subprocess.run(job, cwd=tmp_path, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
+    job = [*SMALL, "trainer.max_steps=2", "logger=wandb", "hydra.run.dir=run"]
+    run_fresh("train", *job, cwd=tmp_path, env=environment)
     assert list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
 
 
@@ -92,7 +91,9 @@ def test_two_processes_give_the_gradients_of_one_with_the_doubled_batch(variant,
     """
     name, *settings = variant
     job = [*SMALL, f"variant={name}", *settings, "trainer.max_steps=1", "optim.name=adamw", "logger=none"]
-    run("train", *job, "data.batch_size=2", "trainer=ddp", "trainer.accelerator=cpu", "hydra.run.dir=two", cwd=tmp_path)
+    run_fresh(
+        "train", *job, "data.batch_size=2", "trainer=ddp", "trainer.accelerator=cpu", "hydra.run.dir=two", cwd=tmp_path
+    )
     run("train", *job, "data.batch_size=4", "hydra.run.dir=one", cwd=tmp_path)
     moments = []
     for folder in ("one", "two"):
