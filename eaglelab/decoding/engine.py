@@ -15,9 +15,10 @@ from torch import Tensor
 
 from eaglelab.decoding import sampling as law
 from eaglelab.decoding.admission import StopIds, check_memory, requests_for
+from eaglelab.decoding.nodes import NodeRecord, node_records
 from eaglelab.decoding.prefill import prefill
 from eaglelab.decoding.protocol import Drafter, DraftSeed, TreePolicy, last_rows
-from eaglelab.decoding.records import GenerationResult, NodeRecord, RoundRecord, Stopwatch, node_records
+from eaglelab.decoding.records import GenerationResult, RoundRecord, Stopwatch
 from eaglelab.decoding.residual import accept_sampled
 from eaglelab.decoding.sampling import Sampling
 from eaglelab.decoding.state import DecodeState, Request
@@ -44,7 +45,7 @@ class Engine:
         tree: which candidates to draft; given exactly when a drafter is.
         capacity: target rows per sequence; None makes room for each request.
         max_kv_bytes: most memory for the target's keys and values; None: what the device has free.
-        record_nodes: put confidences, acceptances and expert unions into every round's record.
+        record_nodes: keep every round's tree, with its confidences, acceptances and expert unions, in its record.
 
     Raises:
         ValueError: a drafter without a tree or the other way round.
@@ -116,6 +117,7 @@ class Engine:
                 accepted=publication.accepted,
                 reached=len(published) - 1,
                 published=len(publication.tokens),
+                published_tokens=publication.tokens,
                 stop_reason=publication.stop_reason,
                 target_kv_bytes=(flat.rows if drafts else 1) * state.cache.row_bytes,
                 draft_kv_bytes=self.tree.max_step_rows * row_bytes if drafts and self.tree else 0,

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from eaglelab.decoding.tree import FlatTree
-
-if TYPE_CHECKING:
-    from eaglelab.target.experts import ExpertUnion
+from eaglelab.decoding.nodes import NodeRecord
 
 
 class Stopwatch:
@@ -44,44 +40,6 @@ class Stopwatch:
 
 
 @dataclass(frozen=True)
-class NodeRecord:
-    """The drafted nodes of one sequence in one round, in row order; recorded on request.
-
-    depth: level of each node, the root's children at 1.
-    confidence: the drafter's probability of each node's whole path, at temperature 1.
-    accepted: whether the node is on the accepted path.
-    experts_union, experts_root: for a mixture-of-experts target, distinct experts per layer that all verified rows
-        touched, and that the root's row alone touched, as a plain step would; None for dense targets.
-    """
-
-    depth: list[int]
-    confidence: list[float]
-    accepted: list[bool]
-    experts_union: list[int] | None = None
-    experts_root: list[int] | None = None
-
-
-def node_records(
-    flat: FlatTree, drafting: Sequence[bool], accepted_rows: Sequence[Sequence[int]], experts: ExpertUnion | None
-) -> list[NodeRecord]:
-    """One record per sequence; those that do not draft have no nodes."""
-    B = len(drafting)
-    nothing: list[list[int] | None] = [None] * B
-    unions, roots = (nothing, nothing) if experts is None else experts.to_host()
-    depths: list[list[int]] = [[]] * B
-    confidences: list[list[float]] = [[]] * B
-    if flat.log_values_BR is not None:
-        depths = flat.topology.depth_BR.expand(B, -1)[:, 1:].tolist()
-        confidences = flat.log_values_BR[:, 1:].exp().tolist()
-    records = []
-    for b, drafts in enumerate(drafting):
-        accepted = [row in set(accepted_rows[b]) for row in range(1, flat.rows)]
-        tree = (depths[b], confidences[b], accepted) if drafts else ([], [], [])
-        records.append(NodeRecord(*tree, experts_union=unions[b], experts_root=roots[b]))
-    return records
-
-
-@dataclass(frozen=True)
 class RoundRecord:
     """One sequence in one round.
 
@@ -94,6 +52,7 @@ class RoundRecord:
     reached: level of the deepest accepted node, published or not.
     published: tokens added to the output: `accepted + 1`, or `accepted` when the last published
         token was itself a draft token.
+    published_tokens: these tokens.
     stop_reason: why the generation ended here, or None.
     target_kv_bytes, draft_kv_bytes: keys and values that were written provisionally in this round.
     nodes: the tree, where it was asked for.
@@ -110,6 +69,7 @@ class RoundRecord:
     accepted: int
     reached: int
     published: int
+    published_tokens: list[int]
     stop_reason: str | None
     target_kv_bytes: int
     draft_kv_bytes: int
@@ -138,18 +98,13 @@ class RoundRecord:
     def to_dict(self) -> dict[str, Any]:
         """Flat and JSON-ready, times in seconds; see `eaglelab.evaluation.telemetry`."""
         names = [f.name for f in fields(self) if f.name not in ("watch", "nodes")]
-        nodes = self.nodes
         return {
             **{name: getattr(self, name) for name in names},
             "draft_s": self.draft_s,
             "pack_s": self.pack_s,
             "verify_s": self.verify_s,
             "commit_s": self.commit_s,
-            "depth": nodes and nodes.depth,
-            "confidence": nodes and nodes.confidence,
-            "node_accepted": nodes and nodes.accepted,
-            "experts_union": nodes and nodes.experts_union,
-            "experts_root": nodes and nodes.experts_root,
+            **(self.nodes.to_dict() if self.nodes else {}),
         }
 
 

@@ -99,6 +99,21 @@ class Proposals:
 
 
 @dataclass(frozen=True)
+class Candidates:
+    """What a grown tree looked at, kept or not. Letters: M candidates in the order of recording, N kept.
+
+    parent_BM: row of each one's parent: 0 is the root, m + 1 is candidate m.
+    value_BM: log-probability of each one's path.
+    kept_BN: the tree's nodes, as places in M.
+    """
+
+    parent_BM: Tensor
+    tokens_BM: Tensor
+    value_BM: Tensor
+    kept_BN: Tensor
+
+
+@dataclass(frozen=True)
 class FlatTree:
     """A tree laid out as rows of one target forward; see `Topology` for the maps.
 
@@ -107,6 +122,7 @@ class FlatTree:
         greedy verification; None when nothing was drafted.
     proposals: set when the nodes were sampled; they then need the sampled-tree rule at T > 0.
     expanded: draft nodes that were looked at before the tree was chosen.
+    candidates: these nodes, where the tree is a choice among them.
     """
 
     tokens_BR: Tensor
@@ -114,6 +130,7 @@ class FlatTree:
     log_values_BR: Tensor | None = None
     proposals: Proposals | None = None
     expanded: int = 0
+    candidates: Candidates | None = None
 
     @property
     def rows(self) -> int:
@@ -149,6 +166,7 @@ class Tree:
     topology: parents and depths, shared by all sequences (leading size 1) or one each.
     proposals: where sampled nodes came from.
     expanded: nodes that were looked at; those here are the ones retained.
+    candidates: the nodes that were looked at, where there are more than those here.
     """
 
     tokens_BN: Tensor
@@ -156,6 +174,7 @@ class Tree:
     topology: Topology
     proposals: Proposals | None = None
     expanded: int = 0
+    candidates: Candidates | None = None
 
     @property
     def parents_BN(self) -> Tensor:
@@ -170,7 +189,7 @@ class Tree:
         """Put the root's token in row 0 and the nodes after it."""
         tokens_BR = torch.cat([root_B1, self.tokens_BN], dim=1)
         log_values_BR = torch.nn.functional.pad(self.log_values_BN, (1, 0))
-        return FlatTree(tokens_BR, self.topology, log_values_BR, self.proposals, self.expanded)
+        return FlatTree(tokens_BR, self.topology, log_values_BR, self.proposals, self.expanded, self.candidates)
 
 
 _ROOT_ONLY: dict[torch.device, Topology] = {}

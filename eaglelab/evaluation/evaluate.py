@@ -20,6 +20,7 @@ from eaglelab.data.conversations import Conversation
 from eaglelab.decoding import Drafter, Engine, GenerationResult, Sampling, TreePolicy
 from eaglelab.evaluation.chats import Chat, Decode, Encode, chat_decoder, chat_encoder
 from eaglelab.evaluation.metrics import Timing, TurnRecord, summarize
+from eaglelab.evaluation.telemetry.texts import TokenTexts, told_records
 
 if TYPE_CHECKING:
     from eaglelab.target.frozen import FrozenTarget
@@ -111,7 +112,8 @@ def evaluate(
         encode, decode: messages -> prompt ids and answer ids -> text; None takes the target's
             tokenizer and its chat template.
         on_record: called with the telemetry record of every measured round with the drafter
-            (`eaglelab.evaluation.telemetry`); None records no nodes and costs nothing.
+            (`eaglelab.evaluation.telemetry`), with its tree and the texts of its tokens; None records no nodes and
+            costs nothing.
 
     Raises:
         ValueError: no prompt had room for an answer, or the target has no tokenizer and no
@@ -129,6 +131,8 @@ def evaluate(
         if settings.warmup:
             list(run.answers(prompts[: max(settings.warmup, size)], first=0, flip=False, skipped=[]))
         run.on_record = on_record
+        if on_record is not None and target.tokenizer is not None:
+            run.texts = TokenTexts(target.tokenizer)
         with tqdm(total=len(prompts), desc="evaluate", unit="prompt", disable=not settings.progress) as bar:
             for number, group in enumerate(groups):
                 for turn in run.answers(group, first=number * size, flip=number % 2 == 1, skipped=result.skipped):
@@ -155,6 +159,7 @@ class _Run:
     encode: Encode
     decode: Decode
     on_record: Callable[[dict[str, Any]], None] | None = None
+    texts: TokenTexts | None = None
     asked: int = 0
 
     def answers(
@@ -194,8 +199,8 @@ class _Run:
             )
         if self.on_record is not None:
             for chat, result in zip(chats, results[True], strict=True):
-                for record in result.rounds:
-                    self.on_record(record.to_dict() | {"request": self.asked, "id": chat.prompt.id, "turn": chat.turn})
+                for record in told_records(result, self.texts, chat.messages[-1]["content"]):
+                    self.on_record(record | {"request": self.asked, "id": chat.prompt.id, "turn": chat.turn})
                 self.asked += 1
         return [
             (self._record(chat, prompt_ids, stop_ids, speculative, baseline), baseline.tokens)

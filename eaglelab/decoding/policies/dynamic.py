@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from eaglelab.decoding.protocol import Drafter, DraftSeed, DraftState
-from eaglelab.decoding.tree import Topology, Tree
+from eaglelab.decoding.tree import Candidates, Topology, Tree
 
 
 class DynamicTree:
@@ -108,7 +108,13 @@ class DynamicTree:
     def _prune(self, parent_BM: Tensor, tokens_BM: Tensor, value_BM: Tensor) -> Tree:
         kept_BN, parent_BN = prune(parent_BM, value_BM, self.budget)
         topology = Topology.from_parents(parent_BN, self.max_depth, chain=self.width == 1)
-        return Tree(tokens_BM.gather(1, kept_BN), value_BM.gather(1, kept_BN), topology, expanded=self.expanded)
+        return Tree(
+            tokens_BM.gather(1, kept_BN),
+            value_BM.gather(1, kept_BN),
+            topology,
+            expanded=self.expanded,
+            candidates=Candidates(parent_BM, tokens_BM, value_BM, kept_BN),
+        )
 
 
 def prune(parent_BM: Tensor, value_BM: Tensor, budget: int) -> tuple[Tensor, Tensor]:

@@ -137,6 +137,7 @@ def _schema(records: Sequence[Record]) -> Any:
         list[int]: pa.list_(pa.int64()),
         list[float]: pa.list_(pa.float64()),
         list[bool]: pa.list_(pa.bool_()),
+        list[str]: pa.list_(pa.string()),
     }
     schema = pa.schema([(name, kinds[kind]) for name, kind in FIELDS.items()])
     others = list(dict.fromkeys(name for record in records for name in record if name not in FIELDS))
