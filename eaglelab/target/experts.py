@@ -185,15 +185,31 @@ def find_blocks(target: FrozenTarget) -> tuple[MoEBlock, ...]:
     blocks = []
     for layer, decoder_layer in enumerate(target._wiring.layers):
         for module in decoder_layer.modules():
-            children = dict(module.named_children())
-            router = children.get("gate", children.get("router"))
-            if router is not None and "experts" in children:
-                experts = children["experts"]
-                blocks.append(MoEBlock(layer, router, experts, _count(router, experts)))
+            if is_expert_block(module):
+                router, experts = _parts(module)
+                blocks.append(MoEBlock(layer, router, experts, count_experts(module)))
     return tuple(blocks)
 
 
-def _count(router: nn.Module, experts: nn.Module) -> int:
+def is_expert_block(module: nn.Module) -> bool:
+    """`experts` beside a `gate` or `router`."""
+    children = dict(module.named_children())
+    return "experts" in children and not children.keys().isdisjoint(("gate", "router"))
+
+
+def _parts(block: nn.Module) -> tuple[nn.Module, nn.Module]:
+    """Router and experts."""
+    children = dict(block.named_children())
+    return children["gate" if "gate" in children else "router"], children["experts"]
+
+
+def count_experts(block: nn.Module) -> int:
+    """Experts of a mixture block.
+
+    Raises:
+        ValueError: it does not say.
+    """
+    router, experts = _parts(block)
     if isinstance(experts, nn.ModuleList):
         return len(experts)
     for module in (experts, router):
