@@ -68,7 +68,7 @@ def token_shift() -> None:
 def target_shift() -> None:
     from eaglelab.variants import View
 
-    View.teacher = lambda self, step=0: self.rows.gather(self.final_BSd, step)
+    View.teacher = lambda self, step=0: self.rows.gather(self.teacher_BSw, step)
 
 
 @mutant("loss mask shifted by one row", EAGLE_LOSS)

@@ -25,6 +25,8 @@ class Batch:
         position_BS: int64, restarts at 0 in every segment; 0 on padding.
         answer_BS: bool, the token is part of an assistant answer (its end-of-turn token included).
         rows: the training plan compiled from the four masks above.
+        features: what the target says about the tokens, as a feature store keeps it, each [B, S, ...]; empty where
+            the target is run in training.
     """
 
     tokens_BS: Tensor
@@ -33,6 +35,7 @@ class Batch:
     position_BS: Tensor
     answer_BS: Tensor
     rows: Rows
+    features: dict[str, Tensor] = dataclasses.field(default_factory=dict)
 
     @property
     def batch_size(self) -> int:
@@ -46,15 +49,15 @@ class Batch:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """A copy on ``device``. Lightning calls this one."""
-        moved = {
-            field.name: getattr(self, field.name).to(device, non_blocking=non_blocking)
-            for field in dataclasses.fields(self)
-        }
-        return Batch(**moved)
+        parts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        features = parts.pop("features")
+        moved = {name: part.to(device, non_blocking=non_blocking) for name, part in parts.items()}
+        return Batch(**moved, features={k: v.to(device, non_blocking=non_blocking) for k, v in features.items()})
 
     def pin_memory(self) -> Batch:
         """A copy in page-locked memory. Called by torch's ``DataLoader(pin_memory=True)``."""
-        return dataclasses.replace(self, **_pinned(self), rows=_pin_rows(self.rows))
+        features = {name: feature.pin_memory() for name, feature in self.features.items()}
+        return dataclasses.replace(self, **_pinned(self), rows=_pin_rows(self.rows), features=features)
 
 
 def _pin_rows(rows: Rows) -> Rows:

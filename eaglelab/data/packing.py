@@ -9,12 +9,13 @@ import bisect
 import dataclasses
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from eaglelab.data.batch import Batch
 from eaglelab.data.chat import TokenizedChat
@@ -33,11 +34,13 @@ class PackedRow:
         tokens_S: int32 token ids.
         answer_S: bool, token belongs to an answer.
         lengths: tokens of each segment; they add up to S.
+        features: stored features of its tokens, each [S, ...]; empty without a feature store.
     """
 
     tokens_S: NDArray[np.int32]
     answer_S: NDArray[np.bool_]
     lengths: tuple[int, ...]
+    features: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
 
 
 class PackedRows(Sequence[PackedRow]):
@@ -194,4 +197,13 @@ def collate(
     tokens, segment, position, answer = map(torch.from_numpy, (tokens_BS, segment_BS, position_BS, answer_BS))
     valid = segment >= 0
     plan = compile_rows(valid, segment, position, answer, supervise=supervise)
-    return Batch(tokens, valid, segment, position, answer, plan)
+    features = {name: _padded([row.features[name] for row in rows], S) for name in rows[0].features}
+    return Batch(tokens, valid, segment, position, answer, plan, features)
+
+
+def _padded(parts: Sequence[Tensor], S: int) -> Tensor:
+    """[S_b, ...] of each row -> [B, S, ...], zeros on padding."""
+    whole = torch.zeros((len(parts), S, *parts[0].shape[1:]), dtype=parts[0].dtype)
+    for b, part in enumerate(parts):
+        whole[b, : len(part)] = part
+    return whole

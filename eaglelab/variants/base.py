@@ -22,6 +22,7 @@ from eaglelab.data.batch import Batch
 from eaglelab.data.draft_vocabulary import DraftVocabulary
 from eaglelab.data.rows import Rows
 from eaglelab.drafters import DrafterConfig, DraftNetwork, SlotDrafter
+from eaglelab.features.source import FeatureSource, OnlineFeatures
 from eaglelab.target import FeatureManifest, FrozenTarget, Tap
 from eaglelab.variants.contract import Contract
 from eaglelab.variants.manifest import build_manifest, require_same_contract
@@ -79,6 +80,7 @@ class DraftingModule(L.LightningModule, ABC):
         optim: recipe.
         drafter: overrides of :class:`DrafterConfig`.
         chain_depth: depth of the simulated chain in validation.
+        source: where features come from; None: the target is run over every batch.
         seed: of the noise; the draw depends on seed, micro-batch and process alone.
         answer_counts: how often each target id occurs in the answers of the training split, [V]; asked for only by
             variants with a reduced draft vocabulary.
@@ -97,6 +99,7 @@ class DraftingModule(L.LightningModule, ABC):
         *,
         drafter: dict[str, Any] | None = None,
         chain_depth: int = 5,
+        source: FeatureSource | None = None,
         seed: int = 0,
         answer_counts: Callable[[], Tensor] | None = None,
         **switches: Any,
@@ -105,6 +108,7 @@ class DraftingModule(L.LightningModule, ABC):
         self.contract = self.contract_type(**switches)
         self.automatic_optimization = False
         self.__dict__["target"] = target  # kept out of the module tree, see above
+        self.source: FeatureSource = OnlineFeatures(target) if source is None else source
         self.optim = optim
         self.seed = seed
         self.answer_counts = answer_counts
@@ -147,7 +151,11 @@ class DraftingModule(L.LightningModule, ABC):
     # ---- training -------------------------------------------------------------------------------------------
 
     def setup(self, stage: str) -> None:
-        self.target.to(self.device)
+        strategy = self.trainer.strategy
+        if getattr(strategy, "shards_target", False):
+            self.target.shard(strategy.root_device)
+        else:
+            self.target.to(strategy.root_device)  # self.device is set later
 
     @property
     def seconds(self) -> float:
@@ -195,7 +203,7 @@ class DraftingModule(L.LightningModule, ABC):
     def _backward_passes(self, batch: Batch) -> None:
         """Gradients of one micro-batch."""
         began = time.perf_counter()
-        view = View.of(batch, self.target, self.taps)
+        view = View.of(batch, self.target, self.taps, self.source)
         self._target_seconds += time.perf_counter() - began
         terms: list[Measure] = []
         measures: dict[str, Measure] = {}
@@ -277,7 +285,7 @@ class DraftingModule(L.LightningModule, ABC):
     # ---- validation -----------------------------------------------------------------------------------------
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self.chain.update(self.network, View.of(batch, self.target, self.taps))
+        self.chain.update(self.network, View.of(batch, self.target, self.taps, self.source))
 
     def on_validation_epoch_end(self) -> None:
         measured = self.chain.compute()

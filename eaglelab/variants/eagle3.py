@@ -104,6 +104,11 @@ class Eagle3Module(DraftingModule):
         shape = {"fc_bias": False} | wanted | {"draft_vocab_size": None if whole else draft_vocab_size}
         shape |= {"fc_norm": fc_norm, "recurrence": recurrence}
         super().__init__(target, optim, drafter=shape, **shared)
+        if self.contract.feature_weight and not self.source.has_last_feature:
+            raise ValueError(
+                f"variant.feature_weight={self.contract.feature_weight} needs the target's last features and the store "
+                "keeps top-k distributions; cache with teacher=feature, or set variant.feature_weight=0"
+            )
         self.coverage = Coverage()
         self._give_vocabulary(None if whole else draft_vocab_size)
         self._give_head(self.contract.head_init, self.contract.train_head)
@@ -155,14 +160,16 @@ class Eagle3Module(DraftingModule):
             state_Md,
             teacher_Md,
             lambda x: self.network.logits(x, view.target.lm_head),
-            view.target.lm_head,
+            view.teacher_logits,
             self.network.ids_K,
             parameters=self.network.head_parameters,
         )
         rows, counted = slots_M.numel(), distilled.counted
         weight = self.contract.feature_weight
-        with nullcontext() if weight else torch.no_grad():
-            regression = smooth_l1(self.network.head_input(state_Md), teacher_Md)
+        regression = torch.zeros((), device=state_Md.device)
+        if view.has_last_feature:
+            with nullcontext() if weight else torch.no_grad():
+                regression = smooth_l1(self.network.head_input(state_Md), teacher_Md)
         divisor = view.tokens_BS.numel() if self.contract.reduction == "pinned" else counted
         loss = distilled.loss / self.row_count(divisor)
         terms: list[Measure] = [(distilled.loss.detach(), divisor)]
@@ -174,9 +181,10 @@ class Eagle3Module(DraftingModule):
             "accuracy": (distilled.hits, counted),
             "recall@5": (distilled.recall, counted),
             "argmax_coverage": (counted, rows),
-            "regression": (regression.detach(), rows),
             "state_norm": (state_Md.detach().float().norm(dim=-1).sum(), rows),
         }
+        if view.has_last_feature:
+            measures["regression"] = (regression.detach(), rows)
         return Pass(loss, terms, measures)
 
     # ---- how much of what the target says can be drafted -----------------------------------------------------

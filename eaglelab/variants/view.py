@@ -1,6 +1,6 @@
 """What a variant sees of a batch: the compiled rows with the target's answers to them.
 
-Letters: B sequences, S tokens, R rows, T taps, d hidden width.
+Letters: B sequences, S tokens, R rows, T taps, d hidden width, w width of a teacher row.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from eaglelab.data.batch import Batch
 from eaglelab.data.rows import Rows
+from eaglelab.features.source import FeatureSource, Head, OnlineFeatures
 from eaglelab.target import FrozenTarget, Tap
 
 
@@ -25,35 +26,41 @@ class View:
         rows: the plan.
         tokens_BS: token ids.
         taps_BRF: the drafter's input streams at ``t``, concatenated, F = T * d.
-        final_BSd: the target's last hidden state after its final norm, for teachers.
+        teacher_BSw: teacher rows: the target's last hidden state after its final norm, unless a feature store keeps
+            something smaller.
+        teacher_head: reads teacher rows: [..., w] -> the target's logits; None: the target's own head.
+        has_last_feature: whether teacher rows are last hidden states (w = d).
     """
 
     rows: Rows
     tokens_BS: Tensor
     taps_BRF: Tensor
-    final_BSd: Tensor
+    teacher_BSw: Tensor
     target: FrozenTarget
+    teacher_head: Head | None = None
+    has_last_feature: bool = True
 
     @classmethod
-    def of(cls, batch: Batch, target: FrozenTarget, taps: tuple[Tap, ...]) -> View:
-        """Run the target once over the batch. No gradient reaches it."""
-        streams = target.features(
-            batch.tokens_BS,
-            tuple(dict.fromkeys((*taps, "final"))),
-            valid_BS=batch.valid_BS,
-            segment_BS=batch.segment_BS,
-            position_BS=batch.position_BS,
-        )
-        tapped_BRF = torch.cat([batch.rows.gather(streams[tap]) for tap in taps], dim=-1)
-        return cls(batch.rows, batch.tokens_BS, tapped_BRF, streams["final"], target)
+    def of(cls, batch: Batch, target: FrozenTarget, taps: tuple[Tap, ...], source: FeatureSource | None = None) -> View:
+        """Get the features of a batch from ``source``; None: run the target over it. No gradient reaches them."""
+        source = OnlineFeatures(target) if source is None else source
+        features = source.of(batch, taps)
+        tapped_BRF = torch.cat([batch.rows.gather(features.streams[tap]) for tap in taps], dim=-1)
+        last = source.has_last_feature
+        return cls(batch.rows, batch.tokens_BS, tapped_BRF, features.teacher_BSw, target, features.teacher_head, last)
 
     def embedding(self, step: int = 0) -> Tensor:
         """[B, R, d], the target's embedding of the advanced token ``x_{t+1+step}``."""
         return self.target.embed(self.rows.gather(self.tokens_BS, 1 + step))
 
     def teacher(self, step: int = 0) -> Tensor:
-        """[B, R, d], the target's feature ``f_{t+1+step}``: regression target and source of ``q``."""
-        return self.rows.gather(self.final_BSd, 1 + step)
+        """[B, R, w], teacher row ``t+1+step``: source of ``q``; as the feature ``f_{t+1+step}`` regression target too."""
+        return self.rows.gather(self.teacher_BSw, 1 + step)
+
+    def teacher_logits(self, teacher: Tensor) -> Tensor:
+        """Teacher rows [..., w] -> the target's logits [..., V]."""
+        head = self.target.lm_head if self.teacher_head is None else self.teacher_head
+        return head(teacher)
 
     def label(self, step: int = 0) -> Tensor:
         """int64 [B, R], the data's token ``x_{t+2+step}``, which the logits are for; rows must reach that far."""
