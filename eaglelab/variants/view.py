@@ -54,7 +54,7 @@ class View:
         return self.target.embed(self.rows.gather(self.tokens_BS, 1 + step))
 
     def teacher(self, step: int = 0) -> Tensor:
-        """[B, R, w], teacher row ``t+1+step``: source of ``q``; as the feature ``f_{t+1+step}`` regression target too."""
+        """[B, R, w], teacher row ``t+1+step``: source of ``q``, and the feature that is regressed."""
         return self.rows.gather(self.teacher_BSw, 1 + step)
 
     def teacher_logits(self, teacher: Tensor) -> Tensor:
