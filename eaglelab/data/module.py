@@ -75,7 +75,104 @@ class DataReport:
         return f"train: {self.train}" + (f" | val: {self.val}" if self.val else "")
 
 
-class ConversationDataModule(L.LightningDataModule):
+class PackedDataModule(L.LightningDataModule):
+    """Packed rows of a training and a validation split, in an order that is resumed exactly.
+
+    Subclasses say in :meth:`setup` what the rows are.
+
+    Args:
+        batch_size: packed rows per process and step.
+        supervise: which rows enter the loss, see :func:`~eaglelab.data.rows.compile_rows`.
+        seed: order of the training rows.
+        num_workers: worker processes for collation.
+
+    Attributes:
+        padded_length: tokens per padded row; None pads each batch to its longest row.
+        report: counts, after :meth:`setup`.
+
+    Raises:
+        ValueError: a batch size below 1.
+    """
+
+    padded_length: int | None = None
+
+    def __init__(self, *, batch_size: int, supervise: SuperviseRule, seed: int, num_workers: int):
+        super().__init__()
+        if batch_size < 1:
+            raise ValueError(f"batch_size={batch_size} makes no batch; use at least 1")
+        self.batch_size, self.supervise, self.seed, self.num_workers = batch_size, supervise, seed, num_workers
+        self._splits: tuple[PackedRows, PackedRows | None] | None = None
+        self._report: DataReport | None = None
+
+    @property
+    def report(self) -> DataReport:
+        """Counts of the prepared data."""
+        assert self._report is not None, "call setup() first"
+        return self._report
+
+    @property
+    def train_rows(self) -> PackedRows:
+        """The packed training rows."""
+        assert self._splits is not None, "call setup() first"
+        return self._splits[0]
+
+    @property
+    def val_rows(self) -> PackedRows | None:
+        """The packed validation rows, None without validation."""
+        assert self._splits is not None, "call setup() first"
+        return self._splits[1]
+
+    def answer_counts(self, vocab_size: int) -> Tensor:
+        """int64 [vocab_size], how often each token occurs inside the answers of the training split."""
+        rows = self.train_rows
+        return torch.from_numpy(np.bincount(rows.tokens_T[rows.answer_T], minlength=vocab_size))
+
+    def train_dataloader(self) -> RowLoader:
+        return self._loader(self.train_rows, self.seed)
+
+    def val_dataloader(self) -> RowLoader | list[Any]:
+        return self._loader(self.val_rows, None) if self.val_rows is not None else []
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.train_dataloader().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Refuses a checkpoint whose data position means something else here.
+
+        Raises:
+            ValueError: other data, seed, or rows per global batch (batch size times processes).
+        """
+        self.setup()
+        self.train_dataloader().load_state_dict(state_dict)
+
+    @property
+    def _is_first_process(self) -> bool:
+        return self.trainer is None or self.trainer.is_global_zero
+
+    def _loader(self, rows: PackedRows, seed: int | None) -> RowLoader:
+        trainer = self.trainer
+        return RowLoader(
+            rows,
+            batch_size=self.batch_size,
+            row_length=self.padded_length,
+            supervise=self.supervise,
+            seed=seed,
+            rank=trainer.global_rank if trainer else 0,
+            world_size=trainer.world_size if trainer else 1,
+            num_workers=self.num_workers,
+            position=self._position if seed is not None else lambda: (0, 0),
+        )
+
+    def _position(self) -> Position:
+        """(epoch, batches done in it) of the training loop, which Lightning saves and restores."""
+        trainer = self.trainer
+        if trainer is None:
+            return 0, 0
+        epoch = 0 if getattr(trainer, "overfit_batches", 0) else trainer.current_epoch
+        return epoch, trainer.fit_loop.epoch_loop.batch_progress.current.ready
+
+
+class ConversationDataModule(PackedDataModule):
     """Conversations, tokenized with the target's chat template and packed into isolated segments.
 
     Args:
@@ -123,9 +220,7 @@ class ConversationDataModule(L.LightningDataModule):
         val_limit: int | None = None,
         chat_template: str | Path | None = None,
     ):
-        super().__init__()
-        if batch_size < 1:
-            raise ValueError(f"batch_size={batch_size} makes no batch; use at least 1")
+        super().__init__(batch_size=batch_size, supervise=supervise, seed=seed, num_workers=num_workers)
         if not 0 <= val_fraction < 1:
             raise ValueError(f"val_fraction={val_fraction} must be in [0, 1); 0 holds nothing out")
         if row_length is not None and row_length < max_length and packing:
@@ -136,29 +231,9 @@ class ConversationDataModule(L.LightningDataModule):
         self.tokenizer = with_chat_template(tokenizer, chat_template) if chat_template else tokenizer
         self.train, self.val, self.val_fraction = train, val, val_fraction
         self.max_length, self.row_length = max_length, row_length or max_length
-        self.batch_size, self.packing, self.overlength = batch_size, packing, overlength
-        self.supervise, self.seed, self.num_workers = supervise, seed, num_workers
+        self.packing, self.overlength = packing, overlength
+        self.padded_length = self.row_length if packing else None
         self.limit, self.val_limit = limit, val_limit
-        self._splits: tuple[PackedRows, PackedRows | None] | None = None
-        self._report: DataReport | None = None
-
-    @property
-    def report(self) -> DataReport:
-        """Counts of the prepared data."""
-        assert self._report is not None, "call setup() first"
-        return self._report
-
-    @property
-    def train_rows(self) -> PackedRows:
-        """The packed training rows."""
-        assert self._splits is not None, "call setup() first"
-        return self._splits[0]
-
-    @property
-    def val_rows(self) -> PackedRows | None:
-        """The packed validation rows, None without validation."""
-        assert self._splits is not None, "call setup() first"
-        return self._splits[1]
 
     def setup(self, stage: str | None = None) -> None:
         """Read, tokenize and pack once; later calls do nothing."""
@@ -175,55 +250,6 @@ class ConversationDataModule(L.LightningDataModule):
         self._report = DataReport(train_report, val_report)
         if self._is_first_process:
             log.info("%s", self._report)
-
-    def answer_counts(self, vocab_size: int) -> Tensor:
-        """int64 [vocab_size], how often each token occurs inside the answers of the training split."""
-        rows = self.train_rows
-        return torch.from_numpy(np.bincount(rows.tokens_T[rows.answer_T], minlength=vocab_size))
-
-    def train_dataloader(self) -> RowLoader:
-        return self._loader(self.train_rows, self.seed)
-
-    def val_dataloader(self) -> RowLoader | list[Any]:
-        return self._loader(self.val_rows, None) if self.val_rows is not None else []
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.train_dataloader().state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Refuses a checkpoint whose data position means something else here.
-
-        Raises:
-            ValueError: other data, seed, batch size or number of processes.
-        """
-        self.setup()
-        self.train_dataloader().load_state_dict(state_dict)
-
-    @property
-    def _is_first_process(self) -> bool:
-        return self.trainer is None or self.trainer.is_global_zero
-
-    def _loader(self, rows: PackedRows, seed: int | None) -> RowLoader:
-        trainer = self.trainer
-        return RowLoader(
-            rows,
-            batch_size=self.batch_size,
-            row_length=self.row_length if self.packing else None,
-            supervise=self.supervise,
-            seed=seed,
-            rank=trainer.global_rank if trainer else 0,
-            world_size=trainer.world_size if trainer else 1,
-            num_workers=self.num_workers,
-            position=self._position if seed is not None else lambda: (0, 0),
-        )
-
-    def _position(self) -> Position:
-        """(epoch, batches done in it) of the training loop, which Lightning saves and restores."""
-        trainer = self.trainer
-        if trainer is None:
-            return 0, 0
-        epoch = 0 if getattr(trainer, "overfit_batches", 0) else trainer.current_epoch
-        return epoch, trainer.fit_loop.epoch_loop.batch_progress.current.ready
 
     def _prepare(self, conversations: Sequence[Conversation], split: str) -> tuple[PackedRows, SplitReport]:
         chats = self._tokenize(conversations, split)
