@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import shlex
 import sys
-from contextlib import ExitStack, closing
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hydra
@@ -17,37 +15,64 @@ from eaglelab.cli.errors import friendly
 from eaglelab.cli.quiet import quiet_libraries
 
 if TYPE_CHECKING:
-    from eaglelab.decoding import Engine, GenerationResult, Sampling
+    from eaglelab.decoding import Engine, Sampling
+    from eaglelab.regeneration import Regenerated, Source
 
 register_resolvers()
 
 
+def main() -> None:
+    """Stream the answer to one prompt, or let the target answer a file of them for training."""
+    # `data` is also a config group, of the training job; Hydra would look for a file data/FILE.yaml
+    sys.argv = [f"data.path={word.removeprefix('data=')}" if word.startswith("data=") else word for word in sys.argv]
+    _main()
+
+
 @hydra.main(version_base="1.3", config_path=config_dir(), config_name="generate")
 @friendly
-def main(config: DictConfig) -> None:
-    """Stream the answer to one prompt, or answer a file of them."""
-    from eaglelab.decoding import Engine, make_tree
+def _main(config: DictConfig) -> None:
     from eaglelab.evaluation import wants_color
-    from eaglelab.training import RunFolder
 
     color = wants_color(config.color)
-    if (config.prompt is None) == (config.prompts is None):
-        raise ValueError('give one of prompt="a question" and prompts=FILE.jsonl')
-    if config.out is not None and config.prompts is None:
-        raise ValueError("out=FILE goes with prompts=FILE; a single answer is printed")
-    if config.out is not None and Path(config.out).exists():
-        raise ValueError(f"out={config.out} exists; choose another name or remove it")
+    _check(config)
     sampling = sampling_of(config)
     quiet_libraries()
+    if config.prompt is not None:
+        _stream(_engine(config), str(config.prompt), config, sampling, color)
+    else:
+        _regenerate(config, sampling)
+
+
+def _check(config: DictConfig) -> None:
+    """Raises ValueError for settings that do not go together."""
+    if (config.prompt is None) == (config.data.path is None):
+        raise ValueError('give one of prompt="a question" and data=FILE.jsonl')
+    if config.prompt is not None and (config.out is not None or config.server is not None):
+        raise ValueError("out= and server= go with data=FILE.jsonl; the answer to a single prompt is printed")
+    if config.data.path is not None and config.out is None:
+        raise ValueError("data=FILE.jsonl needs out=FILE.jsonl, the file of answers")
+    local = config.run is not None or config.target.source is not None
+    if local and config.server is not None:
+        raise ValueError("either a server answers (server=URL model=NAME), or the engine does (run= or target.source=)")
+    if not local and config.server is None:
+        raise ValueError(
+            "who answers? run=DIR (a drafter and its target), target.source=PATH_OR_HUB_ID (a target alone) or "
+            "server=URL model=NAME"
+        )
+
+
+def _engine(config: DictConfig) -> Engine:
+    from eaglelab.decoding import Engine, make_tree
+    from eaglelab.target import FrozenTarget
+    from eaglelab.training import RunFolder
+
+    if config.run is None:
+        return Engine(FrozenTarget.load(config.target.source, dtype=config.dtype, device=config.device))
     folder = RunFolder.existing(config.run)
     tree = make_tree(**config.tree)
     target = folder.load_target(source=config.target.source, dtype=config.dtype, device=config.device)
     drafter = folder.load_drafter(target, config.checkpoint) if tree is not None else None
-    engine = Engine(target, drafter, tree)
-    if config.prompts is None:
-        _stream(engine, str(config.prompt), config, sampling, color)
-    else:
-        _answer_all(engine, config, sampling)
+    return Engine(target, drafter, tree)
 
 
 def _stream(engine: Engine, prompt: str, config: DictConfig, sampling: Sampling, color: bool) -> None:
@@ -60,42 +85,68 @@ def _stream(engine: Engine, prompt: str, config: DictConfig, sampling: Sampling,
     for text in mark(stream, color=color):
         print(text, end="", flush=True)
     print("\n", flush=True)
-    _totals(len(stream.tokens), [record.accepted for record in stream.rounds])
-
-
-def _answer_all(engine: Engine, config: DictConfig, sampling: Sampling) -> None:
-    from tqdm import tqdm
-
-    from eaglelab.evaluation import answer_all, load_prompts
-
-    prompts = load_prompts(config.prompts, limit=config.limit)
-    questions = sum(message["role"] == "user" for prompt in prompts for message in prompt.messages)
-    accepted: list[int] = []
-    tokens = 0
-    bar = tqdm(total=questions, desc="generate", unit="answer")
-
-    def count(result: GenerationResult) -> None:
-        nonlocal tokens
-        tokens += len(result.tokens)
-        accepted.extend(result.accepted)
-        bar.set_postfix(tau=f"{1 + sum(accepted) / max(len(accepted), 1):.2f}", tokens=tokens, refresh=False)
-        bar.update()
-
-    settings = {"max_new_tokens": config.max_new_tokens, "sampling": sampling, "batch": config.batch}
-    with ExitStack() as stack:
-        stack.enter_context(closing(bar))
-        out = stack.enter_context(open(config.out, "x", encoding="utf-8")) if config.out else sys.stdout
-        for one in answer_all(engine, prompts, **settings, on_answer=count):
-            print(json.dumps(one.to_dict(), ensure_ascii=False), file=out, flush=True)
-    _totals(tokens, accepted)
-
-
-def _totals(tokens: int, accepted: list[int]) -> None:
-    rounds = len(accepted)
-    tau = f"tau {1 + sum(accepted) / rounds:.2f}" if rounds else "no draft round"
+    accepted = [record.accepted for record in stream.rounds]
+    tau = f"tau {1 + sum(accepted) / len(accepted):.2f}" if accepted else "no draft round"
     print(
-        f"\n\n{tokens} tokens in {rounds} rounds, {sum(accepted)} of them drafted and accepted, {tau}", file=sys.stderr
+        f"\n\n{len(stream.tokens)} tokens in {len(accepted)} rounds, {sum(accepted)} drafted and accepted, {tau}",
+        file=sys.stderr,
     )
+
+
+def _regenerate(config: DictConfig, sampling: Sampling) -> None:
+    from eaglelab.evaluation import load_prompts
+    from eaglelab.regeneration import regenerate
+
+    prompts = load_prompts(config.data.path, limit=config.limit)
+    result = regenerate(_source(config, sampling), prompts, config.out, keep=config.keep)
+    print(_summary(result, str(config.out)))
+    if result.interrupted:
+        print(f"interrupted; the answers so far are saved. Continue with: eaglelab generate {shlex.join(sys.argv[1:])}")
+        raise SystemExit(130)
+    if result.kept:
+        print(f"train on them with: python train.py data=jsonl data.path={config.out}")
+
+
+def _source(config: DictConfig, sampling: Sampling) -> Source:
+    import os
+
+    from omegaconf import OmegaConf
+
+    from eaglelab.regeneration import ClientSettings, EngineSource, ServerSource
+
+    if config.server is None:
+        return EngineSource(
+            _engine(config), max_new_tokens=config.max_new_tokens, sampling=sampling, batch=config.batch
+        )
+    client = OmegaConf.to_container(config.client, resolve=True)
+    assert isinstance(client, dict)
+    key = os.environ.get(client.pop("key_variable"))
+    return ServerSource(
+        config.server,
+        config.model,
+        max_new_tokens=config.max_new_tokens,
+        sampling=sampling,
+        settings=ClientSettings(**{str(name): value for name, value in client.items()}),
+        key=key,
+    )
+
+
+def _summary(result: Regenerated, out: str) -> str:
+    """What was done, what is where."""
+    speed = f" in {result.seconds:.1f} s, {result.tokens / max(result.seconds, 1e-9):.0f} tokens/s"
+    tau = "" if result.tau is None else f", tau {result.tau:.2f}"
+    lines = [
+        f"answered   {result.answers:,} questions, {result.tokens:,} tokens{speed}{tau}",
+        f"to train   {result.kept.total():,} conversations: {out}",
+    ]
+    if result.left_out:
+        why = ", ".join(f"{count:,} {_WHY.get(reason, reason)}" for reason, count in sorted(result.left_out.items()))
+        lines.append(f"left out   {result.left_out.total():,} conversations ({why}): {out}.left_out")
+    lines += [f"           {name}: {why}" for name, why in result.failures[:3]]
+    return "\n".join(lines)
+
+
+_WHY = {"length": "cut at max_new_tokens", "context": "cut at the target's last position"}
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ class Conversation:
     """One chat.
 
     Attributes:
-        id: the row's ``id`` or ``question_id``, else ``file:line``.
+        id: the row's ``id`` or ``question_id``, else ``file:line``, the file without its folder.
         messages: ``{"role", "content"}`` records in order.
         reference: reference answers of an evaluation row, may be empty.
         category: the row's ``category``, may be empty.
@@ -114,7 +114,8 @@ def parse_conversation(row: Any, where: str) -> Conversation:
     else:
         keys = ", ".join(f"`{key}`" for key in list(row)[:8]) or "nothing"
         _fail(where, f"has {keys}", f"one row needs {_SHAPES}")
-    name = next((row[key] for key in ("id", "question_id") if row.get(key) is not None), where)
+    place = where.rpartition("/")[2]  # the same from every working directory
+    name = next((row[key] for key in ("id", "question_id") if row.get(key) is not None), place)
     return Conversation(str(name), messages, _reference(row, where), str(row.get("category") or ""))
 
 

@@ -2,7 +2,7 @@
 
 from eaglelab.data.conversations import load_prompts
 from eaglelab.evaluation.calibration import Calibration
-from eaglelab.evaluation.chats import Answered, Chat, answer_all
+from eaglelab.evaluation.chats import Chat
 from eaglelab.evaluation.evaluate import EvaluationResult, Settings, evaluate
 from eaglelab.evaluation.metrics import TurnRecord, summarize
 from eaglelab.evaluation.report import table
@@ -10,7 +10,6 @@ from eaglelab.evaluation.stream import Piece, Stream, mark, wants_color
 from eaglelab.evaluation.telemetry import log_to_wandb, open_sink, read_records, summarize_rounds, telemetry_table
 
 __all__ = [
-    "Answered",
     "Calibration",
     "Chat",
     "EvaluationResult",
@@ -18,7 +17,6 @@ __all__ = [
     "Settings",
     "Stream",
     "TurnRecord",
-    "answer_all",
     "evaluate",
     "load_prompts",
     "log_to_wandb",
