@@ -4,6 +4,7 @@ The whole family trains one dependency graph. Root row ``r`` at rollout step ``s
 rows ``<= r`` of its segment and its own draft states of steps ``1..s``; nothing else. EAGLE-1 is the case without
 a draft step, HASS and EAGLE-3 index the same graph by position and by root. Own ancestors are a handful of
 per-row terms: no [rows, rows * steps] matrix exists, and step ``s`` costs one more dot product per row than ``s - 1``.
+Memory is linear in the rows on every device (:mod:`eaglelab.drafters.native`).
 
 Letters: B sequences, R rows, H heads, G key/value heads, D head width, s draft steps.
 """
@@ -17,9 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from eaglelab.data.rows import Rows
-
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+from eaglelab.drafters.native import MASKED_ROWS, BlockedAttention, FlashAttention, NativeAttention, first_seen
 
 
 class RolloutContext:
@@ -33,8 +32,15 @@ class RolloutContext:
     def __init__(self, rows: Rows) -> None:
         self._rows = rows
         self._bias: Tensor | None = None
+        self._blocks: BlockedAttention | None = None
         self._native: tuple[Tensor, Tensor] | None = None
+        self._spread: list[Tensor] = []
         self._own: list[tuple[Tensor, Tensor]] = []
+
+    @property
+    def _masked(self) -> bool:
+        """Packed rows so short that a mask of all their pairs is small."""
+        return not self._rows.causal and self._rows.legal_BR.shape[1] <= MASKED_ROWS
 
     def _mask(self, dtype: torch.dtype) -> Tensor | None:
         """Additive [B, 1, R, R], or None where plain causal attention is already segment-isolated."""
@@ -45,6 +51,14 @@ class RolloutContext:
             self._bias = torch.zeros(hidden_BRR.shape, dtype=dtype, device=hidden_BRR.device)
             self._bias = self._bias.masked_fill_(hidden_BRR, -torch.inf)[:, None]
         return self._bias
+
+    def _kernel(self, q_BHRD: Tensor) -> NativeAttention:
+        if q_BHRD.device.type == "cpu" and (self._rows.causal or self._masked):
+            return FlashAttention(self._mask(q_BHRD.dtype))
+        if self._blocks is None:
+            start_BR = first_seen(self._rows)
+            self._blocks = BlockedAttention(torch.zeros_like(start_BR[:1]) if self._rows.causal else start_BR)
+        return self._blocks
 
     def native(self, q_BHRD: Tensor, k_BGRD: Tensor, v_BGRD: Tensor) -> Tensor:
         """Causal, segment-isolated attention among the rows. Keeps their keys for the steps that follow."""
@@ -67,11 +81,11 @@ class RolloutContext:
         self._own.append((k_BGRD, v_BGRD))
 
     def _attend(self, q_BHRD: Tensor) -> Tensor:
-        mask = self._mask(q_BHRD.dtype)
         k, v, own_k, own_v = self._spread_keys(q_BHRD)
-        if not self._own:
+        if not self._own and (self._rows.causal or self._masked):
+            mask = self._mask(q_BHRD.dtype)
             return F.scaled_dot_product_attention(q_BHRD, k, v, attn_mask=mask, is_causal=mask is None)
-        return joint_attention(q_BHRD, k, v, own_k, own_v, mask)
+        return joint_attention(q_BHRD, k, v, own_k, own_v, self._kernel(q_BHRD))
 
     def _spread_keys(self, q_BHRD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Native k, v [B, H, R, D] and own k, v [B, H, R, s, D], heads repeated to those of the queries."""
@@ -81,11 +95,12 @@ class RolloutContext:
         def spread(x_BG: Tensor) -> Tensor:
             return x_BG if repeat == 1 else x_BG.repeat_interleave(repeat, dim=1)
 
-        native = [spread(x) for x in self._native]
-        none = native[0][:, :, :, None][:, :, :, :0]
+        self._spread = self._spread or [spread(x) for x in self._native]  # one copy, whatever the number of steps
+        native_k, native_v = self._spread
+        none = native_k[:, :, :, None][:, :, :, :0]
         own = [spread(torch.stack(x, dim=3)) for x in zip(*self._own, strict=True)]
         own_k, own_v = own or (none, none)
-        return native[0], native[1], own_k, own_v
+        return native_k, native_v, own_k, own_v
 
 
 class ShippedContext(RolloutContext):
@@ -121,21 +136,20 @@ def joint_attention(
     v_BHRD: Tensor,
     own_k_BHRsD: Tensor,
     own_v_BHRsD: Tensor,
-    bias: Tensor | None,
+    native: NativeAttention,
 ) -> Tensor:
-    """One softmax over the causal native keys and each row's own keys.
+    """One softmax over the native keys that ``native`` shows and each row's own keys.
 
     Args:
         q_BHRD, k_BHRD, v_BHRD: queries and native keys, values; heads already spread.
         own_k_BHRsD, own_v_BHRsD: s keys and values per row, visible to that row only.
-        bias: additive [B, 1, R, R] mask of the native part; None means causal.
+        native: which native keys a row sees, and the kernel for them.
 
     Returns:
-        [B, H, R, D], differentiable in all inputs but ``bias``.
+        [B, H, R, D], differentiable in all tensors.
     """
-    if q_BHRD.device.type == "cpu":
-        return _JointAttention.apply(q_BHRD, k_BHRD, v_BHRD, own_k_BHRsD, own_v_BHRsD, bias)
-    return dense_joint_attention(q_BHRD, k_BHRD, v_BHRD, own_k_BHRsD, own_v_BHRsD, bias)
+    out: Tensor = _JointAttention.apply(q_BHRD, k_BHRD, v_BHRD, own_k_BHRsD, own_v_BHRsD, native)
+    return out
 
 
 def dense_joint_attention(
@@ -147,9 +161,10 @@ def dense_joint_attention(
     bias: Tensor | None,
     empty_BR: Tensor | None = None,
 ) -> Tensor:
-    """:func:`joint_attention` with its [R, R + s] scores written out: any device, memory quadratic in R.
+    """:func:`joint_attention` with all its [R, R + s] scores in one matrix: memory quadratic in R.
 
     Args:
+        bias: additive [B, 1, R, R] mask of the native part; None means causal.
         empty_BR: that many further slots per row, with score 0 and value 0 (see :class:`ShippedContext`).
     """
     R, scale = q_BHRD.shape[2], q_BHRD.shape[-1] ** -0.5
@@ -166,29 +181,29 @@ def dense_joint_attention(
 
 
 class _JointAttention(torch.autograd.Function):
-    """Flash attention over the native keys, merged with the own keys by log-sum-exp.
+    """Attention over the native keys, merged with the own keys by log-sum-exp.
 
-    The backward of a flash kernel needs only the output and the log-sum-exp of the *whole* softmax: handed the
-    merged ones, it returns exactly the native part of the joint gradient.
+    The backward of the native part needs only the output and the log-sum-exp of the *whole* softmax: handed the merged
+    ones, it returns exactly its part of the joint gradient.
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, own_k: Tensor, own_v: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.scale = q.shape[-1] ** -0.5
-        native, native_lse = _flash(q, k, v, 0.0, bias is None, attn_mask=bias, scale=ctx.scale)
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, own_k: Tensor, own_v: Tensor, native: NativeAttention
+    ) -> Tensor:
+        ctx.native, ctx.scale = native, q.shape[-1] ** -0.5
+        native_out, native_lse = native.forward(q, k, v)
         own_score = torch.einsum("bhrd,bhrsd->bhrs", q, own_k).to(native_lse.dtype) * ctx.scale
         lse = torch.logaddexp(native_lse, own_score.logsumexp(-1))
-        out = native * (native_lse - lse).exp()[..., None].to(q.dtype)
+        out = native_out * (native_lse - lse).exp()[..., None].to(q.dtype)
         out += torch.einsum("bhrs,bhrsd->bhrd", (own_score - lse[..., None]).exp().to(q.dtype), own_v)
-        ctx.save_for_backward(q, k, v, own_k, own_v, bias, own_score, out, lse)
+        ctx.save_for_backward(q, k, v, own_k, own_v, own_score, out, lse)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, own_k, own_v, bias, own_score, out, lse = ctx.saved_tensors
-        grad_q, grad_k, grad_v = _flash_backward(
-            grad_out, q, k, v, out, lse, 0.0, bias is None, attn_mask=bias, scale=ctx.scale
-        )
+        q, k, v, own_k, own_v, own_score, out, lse = ctx.saved_tensors
+        grad_q, grad_k, grad_v = ctx.native.backward(grad_out, q, k, v, out, lse)
         weight = (own_score - lse[..., None]).exp()
         inner = torch.einsum("bhrd,bhrsd->bhrs", grad_out, own_v) - (grad_out * out).sum(-1, keepdim=True)
         grad_score = (weight * inner).to(q.dtype) * ctx.scale

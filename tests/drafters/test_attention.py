@@ -1,12 +1,17 @@
 """Rollout attention against the dense oracle, in values, gradients and influence."""
 
+from contextlib import nullcontext
+from unittest.mock import patch
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eaglelab.data.rows import compile_rows
+from eaglelab.drafters import attention, native
 from eaglelab.drafters.attention import RolloutContext, dense_joint_attention, joint_attention
+from eaglelab.drafters.native import BlockedAttention, FlashAttention, WrittenOutAttention, first_seen
 from tests.oracles.layout import packed
 from tests.oracles.visibility import dense_rollout_attention, nodes
 
@@ -75,33 +80,88 @@ def test_perturbing_one_key_moves_exactly_the_rows_that_may_see_it(lengths):
             assert moved.equal(expected)
 
 
+def causal_bias(R: int, dtype=torch.float32) -> torch.Tensor:
+    return torch.full((1, 1, R, R), -torch.inf, dtype=dtype).triu(1)
+
+
 @pytest.mark.parametrize("masked", [False, True])
-def test_written_out_form_used_on_other_devices_is_equal(masked):
+def test_one_dense_softmax_is_equal(masked):
     g = torch.Generator().manual_seed(0)
     shapes = [(2, 3, 6, 4)] * 3 + [(2, 3, 6, 2, 4)] * 2
     inputs = [torch.randn(x, generator=g) for x in shapes]
     bias = torch.randn(2, 1, 6, 6, generator=g) if masked else None
-    torch.testing.assert_close(joint_attention(*inputs, bias), dense_joint_attention(*inputs, bias))
+    torch.testing.assert_close(joint_attention(*inputs, FlashAttention(bias)), dense_joint_attention(*inputs, bias))
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_gradcheck(masked):
+def written_out_everywhere():
+    """Blocks as on a device without the flash kernel of the CPU."""
+    return patch.object(native, "FlashAttention", WrittenOutAttention)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    layouts, st.integers(0, 4), st.sampled_from([(4, 2), (2, 2)]), st.booleans(), st.integers(1, 5), st.integers(0, 9)
+)
+def test_blocks_of_rows_equal_the_oracle(lengths, steps, heads, flash, size, seed):
+    """Rows past MASKED_ROWS, with the CPU's kernel and with written-out scores: values and gradients, float64."""
+    rows = rows_of(lengths, max(sum(x) for x in lengths) + 1)
+    qkv = random_qkv(rows, steps, *heads, seed=seed)
+    legal = rows.legal_BR[None, :, None, :, None]
+    with patch.object(attention, "MASKED_ROWS", 0), patch.object(native, "FLASH_BLOCK", size):
+        rows.causal = False  # also a single segment in blocks
+        with nullcontext() if flash else written_out_everywhere():
+            ours = torch.where(legal, rollout(rows, *qkv), 0)
+            weight = torch.randn(ours.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+            mine = torch.autograd.grad((ours * weight).sum(), qkv)
+    oracle = torch.where(legal, dense_rollout_attention(rows, *qkv), 0)
+    torch.testing.assert_close(ours, oracle, rtol=1e-10, atol=1e-12)
+    for grad, exact in zip(mine, torch.autograd.grad((oracle * weight).sum(), qkv), strict=True):
+        torch.testing.assert_close(grad, exact, rtol=1e-9, atol=1e-11)
+
+
+def test_a_row_first_sees_its_segments_first_row():
+    rows = rows_of([[3, 4], [5]], 9)  # 2 + 3 rows; 4 rows and a filler
+    assert first_seen(rows).tolist() == [[0, 0, 2, 2, 2], [0, 0, 0, 0, 4]]
+
+
+def test_a_block_reaches_back_to_its_first_segment_only():
+    """Two sequences whose segments end elsewhere; keys of a block start at the earlier of the two."""
+    blocks = BlockedAttention(torch.tensor([[0, 0, 0, 3, 3, 3], [0, 0, 2, 2, 2, 5]]))
+    with patch.object(native, "FLASH_BLOCK", 2):
+        spans = [
+            (rows.start, rows.stop, keys.start, keys.stop) for rows, keys, _ in blocks._blocks(torch.zeros(2, 1, 6, 4))
+        ]
+    assert spans == [(0, 2, 0, 2), (2, 4, 0, 4), (4, 6, 2, 6)]
+
+
+@pytest.mark.parametrize("kernel", ["causal", "masked", "written out"])
+def test_gradcheck(kernel):
     g = torch.Generator().manual_seed(0)
     B, H, R, D, s = 1, 2, 4, 3, 2
     shapes = [(B, H, R, D)] * 3 + [(B, H, R, s, D)] * 2
     inputs = [torch.randn(x, dtype=torch.float64, generator=g, requires_grad=True) for x in shapes]
-    bias = None
-    if masked:
-        bias = torch.zeros(B, 1, R, R, dtype=torch.float64)
-        bias[0, 0, 1, 0] = bias[0, 0, 2, 3] = -torch.inf
-    assert torch.autograd.gradcheck(lambda *x: joint_attention(*x, bias), inputs)
+    bias = torch.zeros(B, 1, R, R, dtype=torch.float64)
+    bias[0, 0, 1, 0] = bias[0, 0, 2, 3] = -torch.inf
+    kernels = {"causal": FlashAttention(None), "masked": FlashAttention(bias), "written out": WrittenOutAttention(bias)}
+    assert torch.autograd.gradcheck(lambda *x: joint_attention(*x, kernels[kernel]), inputs)
 
 
-def test_large_scores_do_not_overflow():
+@pytest.mark.parametrize("kernel", [FlashAttention(None), WrittenOutAttention(causal_bias(2))], ids=["flash", "dense"])
+def test_large_scores_do_not_overflow(kernel):
     """Log-sum-exp merging: own scores of +-1e4 stay finite and give the limit."""
     q = torch.full((1, 1, 2, 1), 100.0)
     k, v = torch.zeros(1, 1, 2, 1), torch.zeros(1, 1, 2, 1)
     for sign, expected in ((1.0, 7.0), (-1.0, 0.0)):
         own_k, own_v = torch.full((1, 1, 2, 1, 1), sign * 100.0), torch.full((1, 1, 2, 1, 1), 7.0)
-        out = joint_attention(q, k, v, own_k, own_v, None)
+        out = joint_attention(q, k, v, own_k, own_v, kernel)
         torch.testing.assert_close(out, torch.full_like(out, expected))
+
+
+def test_bf16_blocks_stay_close_to_fp32():
+    rows = rows_of([[20, 30], [45]], 50)
+    q, k, v = (x.detach().float() for x in random_qkv(rows, 2, D=16))
+    exact = dense_rollout_attention(rows, q, k, v)
+    with patch.object(attention, "MASKED_ROWS", 0), written_out_everywhere():
+        rounded = rollout(rows, q.bfloat16(), k.bfloat16(), v.bfloat16()).float()
+    legal = rows.legal_BR[None, :, None, :, None]
+    assert float(torch.where(legal, rounded - exact, 0).abs().max()) < 0.05

@@ -1,0 +1,150 @@
+"""Attention over the target-derived rows, forward with its log-sum-exp and backward from one, in linear memory.
+
+Row ``r`` sees the rows of its segment up to itself. Three kernels compute the same: a flash kernel with an additive
+mask for short packed rows, the same kernel without a mask where plain causal attention is segment-isolated, and blocks
+of rows elsewhere, whose masks are as large as a block and exist one at a time.
+
+Letters: B sequences, R rows, Q rows of a block, K keys that a block can see, H heads, D head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from eaglelab.data.rows import Rows
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+MASKED_ROWS = 1024
+"""Longer packed rows are computed in blocks: a mask of all pairs would be quadratic in their number."""
+FLASH_BLOCK = 256
+SCORES = 2**26
+"""Entries of a written-out block: 256 MiB in fp32, whatever the length."""
+
+
+class NativeAttention(Protocol):
+    """Softmax attention from queries q to keys k, values v: [B, H, R, D] each."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Output [B, H, R, D] and log-sum-exp of the scaled scores [B, H, R], fp32 or wider."""
+
+    def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
+        """Gradients of q, k and v.
+
+        Given output and log-sum-exp of a *larger* softmax that these keys are a part of, it returns exactly their part
+        of its gradient.
+        """
+
+
+class FlashAttention:
+    """One kernel call (CPU).
+
+    Args:
+        bias: additive [B, 1, R, R]; None: causal.
+    """
+
+    def __init__(self, bias: Tensor | None) -> None:
+        self.bias = bias
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = _flash(q, k, v, 0.0, self.bias is None, attn_mask=self.bias, scale=q.shape[-1] ** -0.5)
+        return out, lse
+
+    def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
+        scale, causal = q.shape[-1] ** -0.5, self.bias is None
+        grads: tuple[Tensor, ...] = _flash_backward(
+            grad, q, k, v, out, lse, 0.0, causal, attn_mask=self.bias, scale=scale
+        )
+        return grads
+
+
+class WrittenOutAttention:
+    """Scores written out, softmax in fp32: any device.
+
+    Args:
+        bias: additive [B or 1, 1, Q, K].
+    """
+
+    def __init__(self, bias: Tensor) -> None:
+        self.bias = bias
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        scores = self._scores(q, k)
+        lse = scores.logsumexp(-1)
+        return scores.sub_(lse[..., None]).exp_().to(v.dtype) @ v, lse
+
+    def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
+        weight = self._scores(q, k).sub_(lse[..., None]).exp_()
+        grad_v = weight.to(grad.dtype).mT @ grad
+        inner = (grad * out).sum(-1, keepdim=True, dtype=weight.dtype)
+        grad_scores = weight.mul_((grad @ v.mT).to(weight.dtype).sub_(inner)).mul_(q.shape[-1] ** -0.5).to(q.dtype)
+        return grad_scores @ k, grad_scores.mT @ q, grad_v
+
+    def _scores(self, q: Tensor, k: Tensor) -> Tensor:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        return (q @ k.mT).to(wide).mul_(q.shape[-1] ** -0.5).add_(self.bias)
+
+
+class BlockedAttention:
+    """Block after block of rows, each over the keys from its first segment's start to its own end.
+
+    Args:
+        start_BR: int64 [B or 1, R], the first row that each row sees.
+    """
+
+    def __init__(self, start_BR: Tensor) -> None:
+        self.start_BR = start_BR
+        self._first_of: dict[int, list[int]] = {}
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out = torch.empty_like(q)
+        lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+        for rows, keys, kernel in self._blocks(q):
+            out[:, :, rows], lse[:, :, rows] = kernel.forward(q[:, :, rows], k[:, :, keys], v[:, :, keys])
+        return out, lse
+
+    def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
+        grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for rows, keys, kernel in self._blocks(q):
+            block = (x[:, :, rows] for x in (out, lse))
+            grads = kernel.backward(grad[:, :, rows], q[:, :, rows], k[:, :, keys], v[:, :, keys], *block)
+            grad_q[:, :, rows] = grads[0]
+            grad_k[:, :, keys] += grads[1]
+            grad_v[:, :, keys] += grads[2]
+        return grad_q, grad_k, grad_v
+
+    def _blocks(self, q: Tensor) -> Iterator[tuple[slice, slice, NativeAttention]]:
+        R, on_cpu = q.shape[2], q.device.type == "cpu"
+        size = FLASH_BLOCK if on_cpu else min(max(SCORES // (q.shape[0] * q.shape[1] * R), 16), MASKED_ROWS)
+        for first, first_key in zip(range(0, R, size), self._first_keys(size), strict=True):
+            stop = min(first + size, R)
+            bias = self._bias(first, stop, first_key, q.dtype)
+            kernel: NativeAttention = FlashAttention(bias) if on_cpu else WrittenOutAttention(bias)
+            yield slice(first, stop), slice(first_key, stop), kernel
+
+    def _first_keys(self, size: int) -> list[int]:
+        if size not in self._first_of:  # one wait for the device per batch, not one per block
+            self._first_of[size] = self.start_BR[:, ::size].amin(0).tolist()
+        return self._first_of[size]
+
+    def _bias(self, first: int, stop: int, first_key: int, dtype: torch.dtype) -> Tensor:
+        device = self.start_BR.device
+        row_Q1 = torch.arange(first, stop, device=device)[:, None]
+        key_K = torch.arange(first_key, stop, device=device)
+        seen_BQK = (key_K >= self.start_BR[:, first:stop, None]) & (key_K <= row_Q1)
+        bias_BQK = torch.zeros(seen_BQK.shape, dtype=dtype, device=device)
+        return bias_BQK.masked_fill_(~seen_BQK, -torch.inf)[:, None]
+
+
+def first_seen(rows: Rows) -> Tensor:
+    """int64 [B, R]: the first row of each row's segment; a filler sees itself only. It never falls along R."""
+    R = rows.legal_BR.shape[1]
+    slot_1R = torch.arange(R, device=rows.legal_BR.device)[None]
+    begins_BR = ~rows.legal_BR
+    begins_BR[:, 1:] |= rows.segment_BR[:, 1:] != rows.segment_BR[:, :-1]
+    return torch.where(begins_BR, slot_1R, 0).cummax(dim=1).values
