@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -23,7 +25,20 @@ def config_dir() -> str:
 
 
 def register_resolvers() -> None:
-    """``${eaglelab.bundled_data:train}``: the path of a bundled file, wherever the package is installed."""
+    """What configuration files may ask for.
+
+    ``${eaglelab.bundled_data:train}``: the path of a bundled file, wherever the package is installed.
+    ``${eaglelab.started:%H-%M-%S}``: when the job began, the same on all processes that torchrun started here.
+    """
     from eaglelab.assets import bundled_data
 
     OmegaConf.register_new_resolver("eaglelab.bundled_data", bundled_data, replace=True)
+    OmegaConf.register_new_resolver("eaglelab.started", _started, use_cache=True, replace=True)
+
+
+def _started(form: str) -> str:
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return time.strftime(form)
+    import psutil
+
+    return time.strftime(form, time.localtime(psutil.Process(os.getppid()).create_time()))

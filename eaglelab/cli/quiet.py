@@ -18,5 +18,6 @@ def quiet_libraries() -> None:
         r".*`isinstance\(treespec, LeafSpec\)` is deprecated.*",
         r".*GPU available but not used.*",
         r".*exists and is not empty.*",  # a resumed run
+        r".*recommended to use `self.log\(.*sync_dist=True.*",  # what is logged is summed over processes already
     ):
         warnings.filterwarnings("ignore", message=pattern)

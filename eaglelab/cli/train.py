@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -11,6 +12,9 @@ from omegaconf import DictConfig
 from eaglelab.cli.config import config_dir, register_resolvers
 from eaglelab.cli.errors import friendly
 from eaglelab.cli.quiet import quiet_libraries
+
+if TYPE_CHECKING:
+    from eaglelab.training import TrainingResult
 
 register_resolvers()
 
@@ -23,6 +27,14 @@ def main(config: DictConfig) -> float | None:
 
     quiet_libraries()
     result = train(config, config.run_dir)
+    if result.speaks:
+        _tell(result)
+    if result.interrupted:
+        raise SystemExit(130)
+    return result.figures["final"].get("val/tau")
+
+
+def _tell(result: TrainingResult) -> None:
     folder, figures = result.folder.path, result.figures
     if result.interrupted:
         print(
@@ -30,12 +42,11 @@ def main(config: DictConfig) -> float | None:
             f"  eaglelab train {' '.join(HydraConfig.get().overrides.task)} hydra.run.dir={folder} ckpt_path=last",
             file=sys.stderr,
         )
-        raise SystemExit(130)
+        return
     tau = figures["final"].get("val/tau")
     tail = f", simulated tau {tau:.2f}" if tau is not None else ""
     print(f"\ntrained {figures['variant']}: {figures['optimizer_steps']} steps in {figures['seconds']:.0f} s{tail}")
     print(f"run folder: {folder}\nnext: eaglelab evaluate run={folder}")
-    return tau
 
 
 if __name__ == "__main__":

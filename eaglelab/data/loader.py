@@ -10,7 +10,8 @@ Letters: N rows of the data set.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -19,10 +20,11 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
 from eaglelab.data.batch import Batch
-from eaglelab.data.packing import PackedRows, collate
+from eaglelab.data.packing import PackedRow, PackedRows, collate
 from eaglelab.data.rows import SuperviseRule
 
 Position = tuple[int, int]
+WAYS = {"rows_per_batch": " (data.batch_size times processes)"}
 
 
 def epoch_order(seed: int, epoch: int, count: int) -> NDArray[np.int64]:
@@ -35,19 +37,34 @@ def epoch_order(seed: int, epoch: int, count: int) -> NDArray[np.int64]:
 
 
 def epoch_batches(order_N: NDArray[np.int64], batch_size: int, rank: int = 0, world_size: int = 1) -> list[list[int]]:
-    """The batches of one process: disjoint rows, the same number of batches on every process.
+    """The batches of one process; every process has the same number of them.
 
-    Each global batch is ``batch_size * world_size`` consecutive rows of the order. The rest at the end
-    becomes one smaller batch with equally many rows per process; fewer than ``world_size`` rows are left out
-    of this epoch.
+    A global batch is ``batch_size * world_size`` consecutive rows of the order, the last one what is left. It is dealt
+    out as evenly as it goes; a process that gets none of its rows gets ``~row`` of the first one, which stands for that
+    row without supervision. So the rows of a global batch do not depend on the number of processes.
     """
     batches = []
     for start in range(0, len(order_N), batch_size * world_size):
-        each = min(batch_size, (len(order_N) - start) // world_size)
-        if each:
-            first = start + rank * each
-            batches.append(order_N[first : first + each].tolist())
+        whole_G = order_N[start : start + batch_size * world_size]
+        own = np.array_split(whole_G, world_size)[rank]
+        batches.append(own.tolist() if len(own) else [~int(whole_G[0])])
     return batches
+
+
+class _Rows(Sequence[PackedRow]):
+    """``rows``, and under ``~index`` the row without supervision."""
+
+    def __init__(self, rows: Sequence[PackedRow]) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> PackedRow:  # type: ignore[override]
+        if index >= 0:
+            return self._rows[index]
+        row = self._rows[~index]
+        return dataclasses.replace(row, answer_S=np.zeros_like(row.answer_S))
 
 
 class RowLoader:
@@ -63,9 +80,6 @@ class RowLoader:
         world_size: processes.
         num_workers: worker processes for collation.
         position: called when the first batch of a pass is wanted; returns (epoch, batches done in it).
-
-    Raises:
-        ValueError: fewer rows than processes.
     """
 
     def __init__(
@@ -81,11 +95,6 @@ class RowLoader:
         num_workers: int = 0,
         position: Callable[[], Position] = lambda: (0, 0),
     ):
-        if len(rows) < world_size:
-            raise ValueError(
-                f"{len(rows)} packed rows cannot be shared by {world_size} processes; give more data, "
-                "use a smaller row_length, or fewer devices"
-            )
         self.rows, self.batch_size, self.seed = rows, batch_size, seed
         self.rank, self.world_size, self.num_workers = rank, world_size, num_workers
         self.position = position
@@ -93,8 +102,7 @@ class RowLoader:
 
     def __len__(self) -> int:
         """Batches in a whole epoch, also when a pass starts in its middle."""
-        whole, rest = divmod(len(self.rows), self.batch_size * self.world_size)
-        return whole + (rest >= self.world_size)
+        return -(-len(self.rows) // (self.batch_size * self.world_size))
 
     def __iter__(self) -> Iterator[Batch]:
         """Reads the position at the first ``next``, not before: Lightning creates iterators early."""
@@ -104,7 +112,7 @@ class RowLoader:
         """Batches ``start``, ``start + 1``, ... of ``epoch``."""
         return iter(
             DataLoader(
-                self.rows,  # type: ignore[arg-type]
+                _Rows(self.rows),  # type: ignore[arg-type]
                 batch_sampler=self.plan(epoch)[start:],
                 collate_fn=self._collate,
                 num_workers=self.num_workers,
@@ -121,22 +129,18 @@ class RowLoader:
 
     def state_dict(self) -> dict[str, object]:
         """What a position in the order of batches means; Lightning stores it in every checkpoint."""
-        return {
-            "data": self.rows.digest,
-            "seed": self.seed,
-            "batch_size": self.batch_size,
-            "world_size": self.world_size,
-        }
+        return {"data": self.rows.digest, "seed": self.seed, "rows_per_batch": self.batch_size * self.world_size}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Check that the saved position means the same here.
+        """Check that the saved position means the same here. The number of processes may change: a global batch is the
+        same rows however they are dealt.
 
         Raises:
-            ValueError: other data, seed, batch size or number of processes than in the checkpoint.
+            ValueError: other data, seed or rows per global batch than in the checkpoint.
         """
         for field, here in self.state_dict().items():
-            if state[field] != here:
+            if state.get(field) != here:
                 raise ValueError(
-                    f"cannot continue in the middle of the data: {field} is {here} here and {state[field]} "
-                    f"in the checkpoint; restore the old {field}, or start a new run from its weights"
+                    f"cannot continue in the middle of the data: {field} is {here} here and {state.get(field)} in the "
+                    f"checkpoint; restore the old {field}{WAYS.get(field, '')}, or start a new run from its weights"
                 )

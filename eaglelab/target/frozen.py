@@ -25,6 +25,7 @@ from eaglelab.target.fingerprint import TargetFingerprint, fingerprint_target
 from eaglelab.target.kv import KVSlots, LayerShape
 from eaglelab.target.masks import MaskRule, segment_allowed
 from eaglelab.target.taps import FINAL, Tap, validate_taps
+from eaglelab.target.unpacking import MASKED_LENGTH, features_of_segments, unpack
 
 
 @dataclass
@@ -169,6 +170,31 @@ class FrozenTarget(nn.Module):
             ids.update(value if isinstance(value, list | tuple) else [value])
         return frozenset(int(i) for i in ids - {None} if 0 <= int(i) < self.vocab_size)
 
+    # --- several processes ------------------------------------------------------------------
+
+    def shard(self, device: str | torch.device) -> None:
+        """Keep only this process's share of every decoder layer; a layer is put together while it runs (FSDP2).
+
+        Embedding, head and the last norm stay whole: losses and decoding use them outside of a forward pass.
+
+        Args:
+            device: of this process.
+
+        Raises:
+            ValueError: no process group, that is, a single process.
+        """
+        from torch.distributed import get_world_size, is_initialized
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        if not is_initialized():
+            raise ValueError("a target is sharded over several processes, and there is one; use trainer=ddp or gpu")
+        _ = self.fingerprint  # of the whole weights
+        mesh = init_device_mesh(torch.device(device).type, (get_world_size(),))
+        for layer in self._wiring.layers:
+            fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+        self.to(device)
+
     # --- embedding and head -----------------------------------------------------------------
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -233,14 +259,18 @@ class FrozenTarget(nn.Module):
             position_BS = position_BS.to(self.device).masked_fill(padding_BS, 0)
         if tokens_BS.shape[1] > self.max_positions:
             inputs.check_positions(position_BS, self.max_positions)
-        mask: Any = None
         index_1S = torch.arange(tokens_BS.shape[1], device=self.device)[None]
         one_segment = (segment_BS <= 0).all() & ((position_BS == index_1S) | padding_BS).all()
         padding_last = ~(padding_BS[:, :-1] & ~padding_BS[:, 1:]).any()
         if bool(one_segment & padding_last):
-            position_BS = index_1S.expand_as(tokens_BS)
-        else:
-            mask = self._masks.additive(segment_allowed(segment_BS), position_BS, position_BS, self.dtype)
+            return self._features(tokens_BS, index_1S.expand_as(tokens_BS), None, taps)
+        groups = unpack(segment_BS, position_BS) if tokens_BS.shape[1] > MASKED_LENGTH else None
+        if groups is not None:
+            return features_of_segments(groups, tokens_BS, lambda t, p: self._features(t, p, None, taps))
+        mask = self._masks.additive(segment_allowed(segment_BS), position_BS, position_BS, self.dtype)
+        return self._features(tokens_BS, position_BS, mask, taps)
+
+    def _features(self, tokens_BS: Tensor, position_BS: Tensor, mask: Any, taps: Sequence[Tap]) -> dict[Tap, Tensor]:
         with self._wiring.tapping(taps) as tapped:
             final_BSd = self._wiring.run(tokens_BS, position_BS, mask, None)
         return {tap: final_BSd if tap == FINAL else tapped[tap] for tap in taps}

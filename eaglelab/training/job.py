@@ -25,11 +25,12 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class TrainingResult:
-    """Where the run is, what it measured, and whether it was cut short."""
+    """Where the run is, what it measured, whether it was cut short, and whether this process is the one to say so."""
 
     folder: RunFolder
     figures: dict[str, Any]
     interrupted: bool
+    speaks: bool = True
 
 
 def train_once(config: DictConfig, run_dir: str | Path) -> TrainingResult:
@@ -71,7 +72,7 @@ def train_once(config: DictConfig, run_dir: str | Path) -> TrainingResult:
         figures["init_from"] = started_from
     if trainer.is_global_zero:
         folder.update_metrics({"training": figures})
-    return TrainingResult(folder, figures, interrupted)
+    return TrainingResult(folder, figures, interrupted, trainer.is_global_zero)
 
 
 def build_module(config: DictConfig, target: FrozenTarget, data: ConversationDataModule) -> DraftingModule:

@@ -1,9 +1,11 @@
 """The main job from the outside: run folder, resuming, interrupting, loggers, several processes."""
 
+import csv
 import json
 import os
 import signal
 import subprocess
+import sys
 
 import pytest
 import torch
@@ -103,6 +105,37 @@ def test_two_processes_give_the_gradients_of_one_with_the_doubled_batch(variant,
     for one, two in zip(*moments, strict=True):
         assert one.abs().max() > 0
         assert (one - two).abs().max() < 1e-5 * one.abs().max()
+
+
+def losses(folder) -> list[float]:
+    """The logged training loss of every step, sessions of a resumed run one after the other."""
+    found = []
+    for log in sorted((folder / "csv").rglob("metrics.csv")):
+        with log.open(newline="") as file:
+            found += [float(line["train/loss"]) for line in csv.DictReader(file) if line.get("train/loss")]
+    return found
+
+
+def test_a_run_goes_on_with_another_number_of_processes(tmp_path):
+    """One process, two with a sharded target, one again: the same global batches, so the same losses as in one go."""
+    constant = ["optim.name=adamw", "optim.schedule=constant", "optim.warmup_steps=0", "variant.noise=none"]
+    job = [*SMALL, *constant, "trainer.log_every_n_steps=1", "data.batch_size=4"]
+    run("train", *job, "trainer.max_steps=9", "hydra.run.dir=whole", cwd=tmp_path)
+    here = ["hydra.run.dir=moved", "ckpt_path=last"]
+    two = ["trainer=fsdp", "trainer.accelerator=cpu", "data.batch_size=2", "trainer.max_steps=6"]
+    run("train", *job, "trainer.max_steps=3", here[0], cwd=tmp_path)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    started = [*torchrun, "-m", "eaglelab.cli.train", *job, *two, *here]
+    done = subprocess.run(started, cwd=tmp_path, capture_output=True, text=True, env=dict(os.environ))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("trained eagle") == 1  # two processes, one voice
+    run("train", *job, "trainer.max_steps=9", *here, cwd=tmp_path)
+    whole = losses(tmp_path / "whole")
+    assert len(set(whole)) == len(whole) == 9
+    assert losses(tmp_path / "moved") == pytest.approx(whole, rel=1e-4)
+    other = run("train", *job, "data.batch_size=2", "trainer.max_steps=12", *here, cwd=tmp_path, check=False)
+    assert other.returncode == 1
+    assert "rows_per_batch is 2 here and 4 in the checkpoint" in other.stderr
 
 
 @pytest.mark.parametrize(

@@ -192,7 +192,7 @@ def test_resume_refuses_another_order(chatml, tmp_path, change):
     fit(make_data(chatml), SaveEveryBatch(tmp_path), max_steps=3)
     if "max_length" in change:
         change = {**change, "overlength": "truncate"}
-    field = {"count": "data", "max_length": "data"}.get(next(iter(change)), next(iter(change)))
+    field = {"seed": "seed", "batch_size": "rows_per_batch"}.get(next(iter(change)), "data")
     with pytest.raises(ValueError, match=rf"cannot continue .*: {field} is .* here and .* start a new run"):
         fit(make_data(chatml, **change), resume=tmp_path / "3.ckpt", max_steps=5)
 
@@ -206,31 +206,39 @@ def test_resume_refuses_another_order(chatml, tmp_path, change):
     epoch=st.integers(0, 99),
 )
 def test_processes_share_an_epoch(count, batch_size, world_size, seed, epoch):
-    """Disjoint rows, equal numbers of equally large batches, fewer than world_size rows left out."""
+    """The global batches of one process with the larger batch, each dealt out as evenly as it goes."""
     order_N = epoch_order(seed, epoch, count)
     assert sorted(order_N) == list(range(count))
     assert order_N.tolist() == epoch_order(seed, epoch, count).tolist()
     plans = [epoch_batches(order_N, batch_size, rank, world_size) for rank in range(world_size)]
-    assert len({tuple(len(batch) for batch in plan) for plan in plans}) == 1
-    assert all(0 < len(batch) <= batch_size for plan in plans for batch in plan)
-    used = [row for plan in plans for batch in plan for row in batch]
-    assert len(used) == len(set(used)) == count - count % world_size
-    if count >= world_size:
-        rows = range(count)
-        loader = RowLoader(rows, batch_size=batch_size, seed=seed, rank=0, world_size=world_size)
-        assert len(loader) == len(loader.plan(epoch)) == len(plans[0])
-        assert loader.plan(epoch) == plans[0]
+    (alone,) = [epoch_batches(order_N, batch_size * world_size)]
+    assert {len(plan) for plan in plans} == {len(alone)}
+    for number, whole in enumerate(alone):
+        dealt = [plan[number] for plan in plans]
+        assert [row for own in dealt for row in own if row >= 0] == whole
+        sizes = [sum(row >= 0 for row in own) for own in dealt]
+        assert max(sizes) - min(sizes) <= 1
+        assert all(size or own == [~whole[0]] for size, own in zip(sizes, dealt))
+    loader = RowLoader(range(count), batch_size=batch_size, seed=seed, rank=0, world_size=world_size)
+    assert len(loader) == len(loader.plan(epoch)) == len(plans[0])
+    assert loader.plan(epoch) == plans[0]
+
+
+def test_a_process_without_rows_gets_one_without_supervision(chatml):
+    data = make_data(chatml, count=5)
+    data.setup()
+    loaders = [RowLoader(data.train_rows, batch_size=2, rank=rank, world_size=2) for rank in range(2)]
+    full, rest = zip(*loaders, strict=True)
+    assert [len(batch.tokens_BS) for batch in full] == [2, 2]
+    first, second = rest
+    assert first.tokens_BS.equal(second.tokens_BS)
+    assert first.supervised > 0 == second.supervised
 
 
 def test_order_is_pinned():
     """A changed order would silently break the resume of old runs."""
     assert epoch_order(0, 0, 8).tolist() == [0, 3, 7, 5, 1, 2, 6, 4]
     assert epoch_order(1, 2, 8).tolist() == [7, 1, 3, 0, 4, 2, 6, 5]
-
-
-def test_too_few_rows_for_the_processes():
-    with pytest.raises(ValueError, match="2 packed rows cannot be shared by 3 processes"):
-        RowLoader(range(2), batch_size=1, world_size=3)
 
 
 def test_start_in_the_middle(chatml):
@@ -368,6 +376,6 @@ def test_two_processes(chatml, tmp_path):
     whole = run("whole")
     assert [len(seen) for seen in whole] == [18, 18]
     rows = [set(flat(seen[:6])) for seen in whole]
-    assert len(rows[0]) == len(rows[1]) == 11
+    assert [len(own) for own in rows] == [12, 11]
     assert rows[0].isdisjoint(rows[1])
     assert run("resumed", resume=tmp_path / "8.ckpt") == [seen[8:] for seen in whole]
