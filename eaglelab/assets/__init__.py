@@ -1,9 +1,10 @@
-"""What travels inside the package: a small target model and conversations it answered."""
+"""What travels inside the package: a small target model, conversations it answered, and benchmark suites."""
 
 from importlib.resources import files
 from typing import Literal, get_args
 
 DataName = Literal["train", "val", "eval"]
+SuiteName = Literal["mt_bench", "humaneval", "gsm8k", "alpaca", "sum", "qa", "spec_bench"]
 
 
 def bundled_target() -> str:
@@ -26,3 +27,14 @@ def bundled_data(name: DataName) -> str:
         known = ", ".join(get_args(DataName))
         raise ValueError(f"no bundled data called {name!r}; choose one of {known}")
     return str(files(__name__) / "data" / f"{name}.jsonl")
+
+
+def bundled_suite(name: SuiteName) -> str:
+    """Path of a benchmark suite (`question_id`, `category`, `turns`); sources and licences are in its folder's README.md.
+
+    Raises ValueError for any other name.
+    """
+    if name not in get_args(SuiteName):
+        known = ", ".join(get_args(SuiteName))
+        raise ValueError(f"no suite called {name!r}; choose one of {known}, or give the path of a JSONL file")
+    return str(files(__name__) / "suites" / f"{name}.jsonl")

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any, Self
 from omegaconf import DictConfig
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from eaglelab.data import Conversation
     from eaglelab.decoding import Sampling
 
 
@@ -27,6 +30,23 @@ def sampling_of(config: DictConfig) -> Sampling:
         repetition_penalty=float(config.repetition_penalty),
         seed=config.seed,
     )
+
+
+def prompts_of(config: DictConfig) -> tuple[str, Sequence[Conversation]]:
+    """Where the config's prompts come from, and the prompts.
+
+    Raises:
+        ValueError: both a suite and a file were named, or neither of them can be read.
+    """
+    from eaglelab.assets import bundled_data
+    from eaglelab.evaluation import load_prompts, load_suite
+
+    path = str(config.data.path)
+    if config.suite is None:
+        return path, load_prompts(path, limit=config.limit)
+    if path != bundled_data("eval"):
+        raise ValueError(f"suite={config.suite} and data.path={path} both name prompts; give one of the two")
+    return str(config.suite), load_suite(str(config.suite), config.limit).prompts
 
 
 def telemetry_of(config: DictConfig) -> Telemetry:

@@ -8,7 +8,7 @@ import hydra
 from omegaconf import DictConfig
 
 from eaglelab.cli.config import config_dir, register_resolvers
-from eaglelab.cli.decoding import sampling_of, telemetry_of
+from eaglelab.cli.decoding import prompts_of, sampling_of, telemetry_of
 from eaglelab.cli.errors import friendly
 from eaglelab.cli.quiet import quiet_libraries
 
@@ -20,7 +20,7 @@ register_resolvers()
 def main(config: DictConfig) -> float | None:
     """Evaluate a run's drafter; prints the table, writes ``metrics.json``, returns tau (None without a round)."""
     from eaglelab.decoding import make_tree
-    from eaglelab.evaluation import Settings, evaluate, load_prompts, table, telemetry_table
+    from eaglelab.evaluation import Settings, evaluate, table, telemetry_table
     from eaglelab.training import RunFolder
 
     quiet_libraries()
@@ -33,7 +33,7 @@ def main(config: DictConfig) -> float | None:
         batch=config.batch,
         check_generate=config.check_generate,
     )
-    prompts = load_prompts(config.data.path, limit=config.limit)
+    source, prompts = prompts_of(config)
     target = folder.load_target(source=config.target.source, dtype=config.dtype, device=config.device)
     drafter = folder.load_drafter(target, config.checkpoint)
     with telemetry_of(config) as telemetry:
@@ -42,7 +42,7 @@ def main(config: DictConfig) -> float | None:
     figures = result.to_dict()
     if telemetry.asked:
         figures["telemetry"] = telemetry.summary(figures["seconds"]["decode"])
-    figures["settings"] |= {"data": str(config.data.path), "checkpoint": config.checkpoint}
+    figures["settings"] |= {"data": source, "checkpoint": config.checkpoint}
     name = f"evaluations/{config.tree.name}-{time.strftime('%Y-%m-%d_%H-%M-%S')}.json"
     folder.update_metrics(figures, name)
     written = folder.update_metrics({k: v for k, v in figures.items() if k != "per_prompt"} | {"per_prompt_file": name})
