@@ -55,6 +55,7 @@ def _summary(metrics: dict[str, Any]) -> list[tuple[str, str, str]]:
             f"over the {metrics['answers_ended']} answers that the model ended itself",
         ),
         ("speed-up", _number(metrics["speedup"], "x"), quartiles),
+        ("", _share(metrics["speedup"], metrics["tau"]), "speed-up / tau: how much of the acceptance became time"),
         ("tokens/s", _number(metrics["tokens_per_s"], digits=1), "with drafter, prefill apart"),
         ("", _number(metrics["baseline_tokens_per_s"], digits=1), "same engine, no drafter"),
         ("identical", _fraction(metrics["identical"]), same),
@@ -72,6 +73,10 @@ def _summary(metrics: dict[str, Any]) -> list[tuple[str, str, str]]:
     if metrics["skipped"]:
         rows.append(("skipped", str(len(metrics["skipped"])), "prompts longer than the context"))
     return rows
+
+
+def _share(part: float | None, whole: float | None) -> str:
+    return "-" if part is None or whole is None else f"{part / whole:.0%}"
 
 
 def _by_depth(shares: list[float]) -> list[str]:
