@@ -142,7 +142,7 @@ class PackedDataModule(L.LightningDataModule):
         Raises:
             ValueError: other data, seed, or rows per global batch (batch size times processes).
         """
-        self.setup()
+        self.setup("fit")
         self.train_dataloader().load_state_dict(state_dict)
 
     @property

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from eaglelab.data.draft_vocabulary import DraftVocabulary
 from eaglelab.drafters import DrafterConfig, DraftNetwork
+from eaglelab.features.manifest import feature_manifest
 from eaglelab.formats import layouts
 from eaglelab.formats.exporting import RECORD_FORMAT, embedding_table, published_taps, shares_embedding
 from eaglelab.formats.files import Checkpoint, read_checkpoint_folder, whole_folder
@@ -22,7 +23,7 @@ from eaglelab.formats.layouts import EMBEDDING, FC_BIAS, MAPS
 from eaglelab.target import FeatureManifest, FrozenTarget, Tap, default_taps, validate_taps
 from eaglelab.training.run_folder import RunFolder
 from eaglelab.variants import VARIANTS
-from eaglelab.variants.manifest import WEIGHT_FIELDS, software_versions
+from eaglelab.variants.manifest import WEIGHT_FIELDS
 
 READABLE = ("eagle", "eagle3", "speculators")
 """Formats to read; the files for vLLM and SGLang are spellings of the first two."""
@@ -424,20 +425,13 @@ def _manifest(
     if config.draft_vocab_size is not None:
         ids_K = weights["d2t"] + torch.arange(config.draft_vocab_size)
         digest = DraftVocabulary(ids_K, config.vocab_size).digest
-    stored = target.fingerprint.weights[:16]
-    return FeatureManifest(
-        target=target.fingerprint,
-        taps=taps,
-        tap_norm="post" if taps == ("final",) else "pre",
-        feature_dtype=str(target.dtype).removeprefix("torch."),
-        head=f"target.lm_head:{stored}",
-        embedding=f"target.embed:{stored}",
+    return dataclasses.replace(
+        feature_manifest(target, taps),
         dtype_policy={"drafter": "unknown", "softmax": "unknown", "loss": "unknown"},
         drafter=config.to_dict(),
         draft_vocabulary=digest,
         variant=variant,
         switches={"imported_from": kind, "target_revision": "unknown", "supervise": "unknown", "objective": "unknown"},
-        software=software_versions(),
     )
 
 

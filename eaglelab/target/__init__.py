@@ -3,6 +3,7 @@
 from eaglelab.target.experts import ExpertUnion, ExpertWatch
 from eaglelab.target.fingerprint import TargetFingerprint, cache_folder
 from eaglelab.target.frozen import FrozenTarget, RowsOutput
+from eaglelab.target.head_only import HeadOnlyTarget
 from eaglelab.target.kv import KVSlots, closing_order, moves
 from eaglelab.target.manifest import (
     DRAFTER_FIELDS,
@@ -21,6 +22,7 @@ __all__ = [
     "ExpertWatch",
     "FeatureManifest",
     "FrozenTarget",
+    "HeadOnlyTarget",
     "KVSlots",
     "ManifestMismatch",
     "MaskRule",

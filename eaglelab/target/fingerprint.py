@@ -108,7 +108,7 @@ def fingerprint_target(target: FrozenTarget) -> TargetFingerprint:
     folder = place.folder if place is not None else None
     if folder is not None and place is not None and place.gguf_file is not None:
         weights = _kept_on_disk([folder / place.gguf_file], _whole_file_digest)
-    elif folder is not None and (stored := _weight_files(folder)) is not None:
+    elif folder is not None and (stored := stored_weights(folder)) is not None:
         weights = _kept_on_disk(*stored)
     else:
         weights = weights_digest(target.model.state_dict())
@@ -268,7 +268,7 @@ def cache_folder() -> Path:
     return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "eaglelab"
 
 
-def _weight_files(folder: Path) -> tuple[list[Path], Callable[[list[Path]], str]] | None:
+def stored_weights(folder: Path) -> tuple[list[Path], Callable[[list[Path]], str]] | None:
     """The files the library loads from a checkpoint folder, and how they are hashed."""
     formats = (("model.safetensors", _safetensors_digest), ("pytorch_model.bin", _torch_files_digest))
     for stem, digest in formats:

@@ -127,8 +127,12 @@ def load(
     trust_remote_code: bool,
     gguf_file: str | None,
     attn_implementation: str,
+    config: Any = None,
 ) -> tuple[Any, Any, Location]:
     """Load model and tokenizer (None if the checkpoint has none) of any causal LM.
+
+    Args:
+        config: replaces the checkpoint's own.
 
     Raises:
         ValueError: nothing to load at ``source``, not a causal LM, or weights missing from it.
@@ -142,6 +146,7 @@ def load(
         "trust_remote_code": trust_remote_code,
         "local_files_only": place.offline,
     }
+    model_only = {} if config is None else {"config": config}
     if place.gguf_file is not None:
         common["gguf_file"] = place.gguf_file
     common = {key: value for key, value in common.items() if value is not None}
@@ -154,6 +159,7 @@ def load(
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported by name below
             **common,
+            **model_only,
         )
         return loaded  # the model and what was missing
 

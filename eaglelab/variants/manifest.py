@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import platform
-from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from eaglelab.drafters import DrafterConfig
+from eaglelab.features.manifest import feature_manifest
 from eaglelab.target import FeatureManifest
 
 if TYPE_CHECKING:
@@ -22,29 +21,14 @@ WEIGHT_FIELDS = ("target", "taps", "tap_norm", "drafter", "draft_vocabulary")
 
 def build_manifest(module: DraftingModule) -> FeatureManifest:
     """Freeze the addresses that ``module`` trains against."""
-    target = module.target
-    weights = target.fingerprint.weights
-    return FeatureManifest(
-        target=target.fingerprint,
-        taps=module.taps,
-        tap_norm="post" if module.taps == ("final",) else "pre",
-        layout="B S d",
-        feature_dtype=str(target.dtype).removeprefix("torch."),
-        head=f"target.lm_head:{weights[:16]}",
-        embedding=f"target.embed:{weights[:16]}",
+    return dataclasses.replace(
+        feature_manifest(module.target, module.taps),
         dtype_policy={"drafter": "float32", "softmax": "float32", "loss": "float32"},
         drafter=module.drafter_config.to_dict(),
         draft_vocabulary=module.draft_vocabulary.digest if module.draft_vocabulary else None,
         variant=module.variant,
         switches=module.contract.to_dict(),
-        software=software_versions(),
     )
-
-
-def software_versions() -> dict[str, str]:
-    """Versions of what the numbers depend on, for the record."""
-    names = ("eaglelab", "torch", "transformers", "lightning")
-    return {"python": platform.python_version()} | {name: version(name) for name in names}
 
 
 def with_defaults(saved: FeatureManifest, module: DraftingModule) -> FeatureManifest:
