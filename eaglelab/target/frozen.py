@@ -25,7 +25,7 @@ from eaglelab.target.fingerprint import TargetFingerprint, fingerprint_target
 from eaglelab.target.kv import KVSlots, LayerShape
 from eaglelab.target.masks import MaskRule, segment_allowed
 from eaglelab.target.taps import FINAL, Tap, validate_taps
-from eaglelab.target.unpacking import MASKED_LENGTH, features_of_segments, unpack
+from eaglelab.target.unpacking import MASKED_LENGTH, features_of_segments, passes_missing, unpack
 
 
 @dataclass
@@ -262,13 +262,19 @@ class FrozenTarget(nn.Module):
         index_1S = torch.arange(tokens_BS.shape[1], device=self.device)[None]
         one_segment = (segment_BS <= 0).all() & ((position_BS == index_1S) | padding_BS).all()
         padding_last = ~(padding_BS[:, :-1] & ~padding_BS[:, 1:]).any()
-        if bool(one_segment & padding_last):
-            return self._features(tokens_BS, index_1S.expand_as(tokens_BS), None, taps)
-        groups = unpack(segment_BS, position_BS) if tokens_BS.shape[1] > MASKED_LENGTH else None
-        if groups is not None:
-            return features_of_segments(groups, tokens_BS, lambda t, p: self._features(t, p, None, taps))
-        mask = self._masks.additive(segment_allowed(segment_BS), position_BS, position_BS, self.dtype)
-        return self._features(tokens_BS, position_BS, mask, taps)
+        plain = bool(one_segment & padding_last)
+        groups = None if plain or tokens_BS.shape[1] <= MASKED_LENGTH else unpack(segment_BS, position_BS)
+        missing = passes_missing(self._wiring.layers[0], len(groups) if groups else 1, self.device)
+        if groups:
+            features = features_of_segments(groups, tokens_BS, lambda t, p: self._features(t, p, None, taps))
+        elif plain:
+            features = self._features(tokens_BS, index_1S.expand_as(tokens_BS), None, taps)
+        else:
+            mask = self._masks.additive(segment_allowed(segment_BS), position_BS, position_BS, self.dtype)
+            features = self._features(tokens_BS, position_BS, mask, taps)
+        for _ in range(missing):
+            self._features(torch.zeros_like(tokens_BS[:1, :1]), torch.zeros_like(tokens_BS[:1, :1]), None, ())
+        return features
 
     def _features(self, tokens_BS: Tensor, position_BS: Tensor, mask: Any, taps: Sequence[Tap]) -> dict[Tap, Tensor]:
         with self._wiring.tapping(taps) as tapped:
