@@ -16,6 +16,8 @@ SMALL = {
     "train": ["data.limit=48", "data.val_limit=8", "trainer.max_steps=2", "trainer.val_check_interval=2"],
     "evaluate": ["limit=1", "max_new_tokens=8"],
     "generate": ["max_new_tokens=8"],
+    "export": [],
+    "import": [],
     "bench": ["shape.length=64", "shape.batch=1", "steps=1"],
 }
 
