@@ -8,7 +8,10 @@ from keyword import iskeyword
 
 VERBS = {
     "train": "train a drafter: eaglelab train variant=eagle",
+    "cache": "keep the target's features, to train without running it: eaglelab cache variant=eagle3 out=DIR",
     "evaluate": "decode held-out prompts with and without the drafter: eaglelab evaluate run=DIR",
+    "compare": "train variants under one budget, measure and compare them: eaglelab compare variants=[eagle,hass]",
+    "diff": "what separates two runs: eaglelab diff RUN RUN",
     "bench": "cost of a training step of each variant: eaglelab bench",
     "generate": 'answer a prompt, accepted draft tokens marked: eaglelab generate run=DIR prompt="..."',
     "import": "a published drafter becomes a run folder: eaglelab import source=DIR target.source=DIR out=DIR",

@@ -132,6 +132,10 @@ class FeatureStore:
         for name in self._entries:
             self._check_content(name)
 
+    def to_dict(self) -> dict[str, Any]:
+        """What a run records about where its features came from."""
+        return {"source": "store", "path": str(self.path), **self.plan.contents.to_dict()}
+
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_opened": {}}
 

@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import json
 import logging
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,7 @@ class Progress:
         shards: of the store.
         written, found: shards that this call wrote, and that were there already, of this process's share.
         tokens: tokens that were run through the target.
+        seconds: that it took, writing included.
         complete: whether the store is finished; false while other processes still write.
     """
 
@@ -58,6 +60,7 @@ class Progress:
     written: int
     found: int
     tokens: int
+    seconds: float
     complete: bool
 
 
@@ -144,7 +147,7 @@ class StoreWriter:
         found = [shard for shard in mine if self._is_whole(shard)]
         todo = [shard for shard in mine if shard not in found]
         self._require_space(todo)
-        tokens = 0
+        tokens, began = 0, time.perf_counter()
         hidden = {None: self.rank > 0 or None, True: False, False: True}[show_progress]
         total, done = (sum(self._tokens(shard) for shard in some) for some in (mine, found))
         with tqdm(total=total, initial=done, desc="cache", unit="tok", unit_scale=True, disable=hidden) as bar:
@@ -154,7 +157,8 @@ class StoreWriter:
                 digest = hashlib.sha256(content).hexdigest()
                 files.put(self.out / f"{shard.file}{DIGEST}", f"{digest}  {shard.file}\n".encode())
                 tokens += self._tokens(shard)
-        return Progress(len(shards), len(todo), len(found), tokens, self._finish())
+        seconds = time.perf_counter() - began
+        return Progress(len(shards), len(todo), len(found), tokens, seconds, self._finish())
 
     def _require_store_or_nothing(self) -> None:
         if self.out.is_dir() and not (self.out / PLAN).is_file():
@@ -209,7 +213,7 @@ class StoreWriter:
         for shard in self.plan.shards():
             lengths = row_tokens(self.rows[shard.split])[shard.start : shard.stop]
             slots += sum(len(batch) * max(lengths[i] for i in batch) for batch in self._batches(lengths.tolist()))
-        return float(1 - self.tokens / slots)
+        return round(float(1 - self.tokens / slots), 6)
 
     def _batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
         """Rows of similar length together, in passes of about ``batch_tokens`` slots."""

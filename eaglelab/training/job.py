@@ -14,7 +14,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from eaglelab.data import ConversationDataModule
 from eaglelab.data.draft_vocabulary import DraftVocabulary
-from eaglelab.target import FeatureManifest, FrozenTarget
+from eaglelab.data.module import PackedDataModule
+from eaglelab.features.data import StoreDataModule
+from eaglelab.features.store import FeatureStore, StoreFeatures
+from eaglelab.target import FeatureManifest, FrozenTarget, HeadOnlyTarget
 from eaglelab.training.callbacks import GracefulStop
 from eaglelab.training.run_folder import RunFolder, read_checkpoint
 from eaglelab.variants import DraftingModule, OptimConfig
@@ -48,10 +51,11 @@ def train_once(config: DictConfig, run_dir: str | Path) -> TrainingResult:
     L.seed_everything(config.seed, workers=True, verbose=False)
     torch.use_deterministic_algorithms(config.deterministic, warn_only=True)
 
-    target = FrozenTarget.load(**config.target)
-    data = build_data(config, target)
+    store = open_store(config)
+    target = FrozenTarget.load(**config.target) if store is None else HeadOnlyTarget.load(**config.target)
+    data = build_data(config, target) if store is None else build_stored_data(config, store)
     data.setup()
-    module = build_module(config, target, data)
+    module = build_module(config, target, data, store)
 
     started_from = load_initial_weights(module, config.init_from) if config.init_from and not ckpt_path else None
 
@@ -68,6 +72,7 @@ def train_once(config: DictConfig, run_dir: str | Path) -> TrainingResult:
     trainer.fit(module, data, ckpt_path=ckpt_path, weights_only=True)
     interrupted = any(isinstance(one, GracefulStop) and one.stopped for one in callbacks)
     figures = _figures(trainer, module, data) | {"interrupted": interrupted}
+    figures["features"] = {"source": "online"} if store is None else store.to_dict()
     if started_from:
         figures["init_from"] = started_from
     if trainer.is_global_zero:
@@ -75,13 +80,47 @@ def train_once(config: DictConfig, run_dir: str | Path) -> TrainingResult:
     return TrainingResult(folder, figures, interrupted, trainer.is_global_zero)
 
 
-def build_module(config: DictConfig, target: FrozenTarget, data: ConversationDataModule) -> DraftingModule:
-    """The variant's LightningModule, freshly initialised from ``seed``."""
+def open_store(config: DictConfig) -> FeatureStore | None:
+    """The feature store that the run reads; None: the target is run.
+
+    Raises:
+        ValueError: no finished store there, or neither of the two was asked for.
+    """
+    features = config.get("features") or {"source": "online"}
+    if features["source"] not in ("online", "store"):
+        raise ValueError(f"features.source={features['source']!r} is not one of online, store")
+    return FeatureStore(features["path"]) if features["source"] == "store" else None
+
+
+def build_module(
+    config: DictConfig, target: FrozenTarget, data: PackedDataModule, store: FeatureStore | None = None
+) -> DraftingModule:
+    """The variant's LightningModule, freshly initialised from ``seed``.
+
+    Raises:
+        ManifestMismatch: ``store`` is of another target, address, type or norm.
+    """
     optim = OptimConfig(**_plain(config.optim))
     variant = instantiate(config.variant, _partial_=True, _convert_="all")
-    return variant(
-        target=target, optim=optim, seed=config.seed, answer_counts=lambda: data.answer_counts(target.vocab_size)
+    module: DraftingModule = variant(
+        target=target,
+        optim=optim,
+        seed=config.seed,
+        answer_counts=lambda: data.answer_counts(target.vocab_size),
+        source=None if store is None else StoreFeatures(store, target),
     )
+    if store is not None:
+        store.require(target, module.taps)
+    return module
+
+
+def build_stored_data(config: DictConfig, store: FeatureStore) -> StoreDataModule:
+    """The data module of a feature store.
+
+    Raises:
+        ValueError: a data setting that is not the store's.
+    """
+    return StoreDataModule(store, supervise=config.variant.supervise, seed=config.seed, settings=_plain(config.data))
 
 
 def build_data(config: DictConfig, target: FrozenTarget) -> ConversationDataModule:
@@ -161,7 +200,7 @@ def _resume_from(config: DictConfig, folder: RunFolder) -> str | None:
     return None
 
 
-def _figures(trainer: L.Trainer, module: DraftingModule, data: ConversationDataModule) -> dict[str, Any]:
+def _figures(trainer: L.Trainer, module: DraftingModule, data: PackedDataModule) -> dict[str, Any]:
     logged = {name: float(value) for name, value in trainer.logged_metrics.items()}
     return {
         "variant": module.variant,

@@ -128,6 +128,11 @@ class DraftingModule(L.LightningModule, ABC):
     target: FrozenTarget
 
     @classmethod
+    def taps_for(cls, target: FrozenTarget, taps: Sequence[Tap] | None = None) -> tuple[Tap, ...]:
+        """The target streams that the drafter reads; ``taps`` is the variant's setting of that name, if it has one."""
+        return cls.taps
+
+    @classmethod
     @abstractmethod
     def build_network(cls, config: DrafterConfig) -> DraftNetwork:
         """The drafter network, freshly initialised, in fp32."""

@@ -96,9 +96,7 @@ class Eagle3Module(DraftingModule):
         drafter: dict[str, Any] | None = None,
         **shared: Any,
     ) -> None:
-        self.taps = default_taps(target.num_layers) if taps is None else validate_taps(taps, target.num_layers)
-        if not self.taps:
-            raise ValueError("variant.taps=[] names no stream; give at least one layer, or null for the default three")
+        self.taps = self.taps_for(target, taps)
         whole = draft_vocab_size is None or draft_vocab_size == target.vocab_size
         wanted = {name: value for name, value in (drafter or {}).items() if value is not None}
         shape = {"fc_bias": False} | wanted | {"draft_vocab_size": None if whole else draft_vocab_size}
@@ -112,6 +110,14 @@ class Eagle3Module(DraftingModule):
         self.coverage = Coverage()
         self._give_vocabulary(None if whole else draft_vocab_size)
         self._give_head(self.contract.head_init, self.contract.train_head)
+
+    @classmethod
+    def taps_for(cls, target: FrozenTarget, taps: Sequence[Tap] | None = None) -> tuple[Tap, ...]:
+        if taps is None:
+            return default_taps(target.num_layers)
+        if not taps:
+            raise ValueError("variant.taps=[] names no stream; give at least one layer, or null for the default three")
+        return validate_taps(taps, target.num_layers)
 
     @classmethod
     def build_network(cls, config: DrafterConfig) -> FusedDrafter:
