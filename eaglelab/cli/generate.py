@@ -120,6 +120,7 @@ def _source(config: DictConfig, sampling: Sampling) -> Source:
         )
     client = OmegaConf.to_container(config.client, resolve=True)
     assert isinstance(client, dict)
+    client["body"] = client["body"] or {}
     key = os.environ.get(client.pop("key_variable"))
     return ServerSource(
         config.server,

@@ -74,7 +74,7 @@ def regenerate(
         if not result.interrupted:
             file.finish()
         result.kept, result.left_out = file.stop_reasons[True], file.stop_reasons[False]
-    if result.failures and not result.answers and not result.kept.total():
+    if result.failures and not result.interrupted and set(result.kept + result.left_out) == {FAILED}:
         name, why = result.failures[0]
         raise ValueError(f"no prompt could be answered; the first one ({name}): {why}")
     return result

@@ -1,4 +1,4 @@
-"""`eaglelab evaluate` and `generate` on a run folder."""
+"""`eaglelab evaluate` on a run folder."""
 
 import json
 import shutil
@@ -48,35 +48,6 @@ def test_sampling_in_batches_with_telemetry(trained, tmp_path):
     assert metrics["tau"] == pytest.approx(1 + sum(record["accepted"] for record in records) / len(records))
     assert metrics["telemetry"]["calibration"]["nodes"] == sum(len(record["confidence"]) for record in records)
     assert {record["batch"] for record in records} <= {1, 2}
-
-
-def test_generate_answers_a_file(trained, tmp_path):
-    """Two turns, the second after the model's own first answer; the file is training data for the next run."""
-    asked = [
-        {"id": "two", "turns": ["Tom has 3 apples.", "He buys 4 more. How many?"]},
-        {"id": "one", "question": "How many eggs are in 7 dozen?"},
-    ]
-    (tmp_path / "asked.jsonl").write_text("\n".join(map(json.dumps, asked)))
-    settings = (f"run={trained}", "prompts=asked.jsonl", "max_new_tokens=16", "out=answers.jsonl")
-    run("generate", *settings, cwd=tmp_path)
-    answers = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
-    assert [answer["id"] for answer in answers] == ["two", "one"]
-    assert [m["role"] for m in answers[0]["messages"]] == ["user", "assistant", "user", "assistant"]
-    again = run("generate", *settings, cwd=tmp_path, check=False)
-    assert again.returncode == 1
-    assert "out=answers.jsonl exists" in again.stderr
-    plain = run("generate", *settings[:3], "tree=none", "batch=1", cwd=tmp_path)
-    lines = [json.loads(line) for line in plain.stdout.splitlines() if line]
-    assert [line["messages"] for line in lines] == [answer["messages"] for answer in answers]
-
-
-def test_generate_streams_the_plain_answer(trained, tmp_path):
-    prompt = "prompt='Tom has 3 apples and buys 4 more. How many apples does he have?'"
-    settings = (f"run={trained}", prompt, "max_new_tokens=40", "color=never")
-    drafted = run("generate", *settings, cwd=tmp_path)
-    plain = run("generate", *settings, "tree=none", cwd=tmp_path)
-    assert drafted.stdout.replace("[", "").replace("]", "") == plain.stdout
-    assert "drafted and accepted" in drafted.stderr
 
 
 @pytest.mark.parametrize(
