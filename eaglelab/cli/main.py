@@ -12,6 +12,8 @@ VERBS = {
     "evaluate": "decode held-out prompts with and without the drafter: eaglelab evaluate run=DIR",
     "compare": "train variants under one budget, measure and compare them: eaglelab compare variants=[eagle,hass]",
     "diff": "what separates two runs: eaglelab diff RUN RUN",
+    "report": "a page to look at: eaglelab report compare=DIR, or trees=rounds.parquet for draft trees",
+    "doctor": "which wiring was a drafter trained for: eaglelab doctor run=DIR",
     "bench": "cost of a training step of each variant: eaglelab bench",
     "generate": 'answer a prompt, accepted draft tokens marked: eaglelab generate run=DIR prompt="..."',
     "import": "a published drafter becomes a run folder: eaglelab import source=DIR target.source=DIR out=DIR",
