@@ -31,6 +31,7 @@ class Load:
         supervised: M, rows in the loss of the whole micro-batch, at each rollout step; None: all.
         span: keys that a row is multiplied with; None: all of its sequence.
         target_span: the same in the target's own pass; None: all.
+        packed: several segments in a sequence.
     """
 
     sequences: int
@@ -39,6 +40,7 @@ class Load:
     supervised: int | None = None
     span: float | None = None
     target_span: float | None = None
+    packed: bool = False
 
     @property
     def tokens(self) -> int:

@@ -14,7 +14,7 @@ from eaglelab.variants import VARIANTS, OptimConfig, View
 
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-SHAPE = Shape(hidden_size=48, intermediate_size=112, num_layers=7, num_heads=3, vocab_size=320, batch=2, length=96)
+SHAPE = Shape(hidden_size=48, intermediate_size=112, num_layers=7, num_heads=3, vocab_size=320, batch=2, length=100)
 WIDE = Shape(hidden_size=64, intermediate_size=96, num_layers=7, num_heads=2, vocab_size=900, batch=1, length=257)
 VARIANT_SETTINGS: list[tuple[str, dict[str, Any]]] = [
     ("eagle", {}),

@@ -1,0 +1,117 @@
+"""What the drafter keeps in memory between forward and backward, in bytes, counted from shapes.
+
+Each line below is a tensor that autograd saves, with the operation that needs it. The weights themselves are not
+counted. tests/training/test_memory.py holds the sum against the storages that a real step saves.
+
+Letters: N rows, M supervised rows, d hidden width, I MLP width, H heads, G key/value heads, D head width, K draft
+vocabulary, T taps, s rollout step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+
+from eaglelab.drafters import DrafterConfig
+from eaglelab.target.unpacking import MASKED_LENGTH
+from eaglelab.training.flops import Load, query_width
+from eaglelab.variants.rollout import Rollout
+
+WIDE = 4
+"""Bytes of fp32: norms, softmaxes, losses and accumulated gradients."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Numerics:
+    """Sizes of numbers.
+
+    Attributes:
+        activation: bytes of what matrix products read and write: 4, or 2 with ``trainer.precision=bf16-mixed``.
+        target: bytes of the target's weights and features.
+        fused_norms: norms keep their input only. The composite kernel of the CPU, and of a bf16 input with fp32 weights
+            on any device, keeps the normed values too.
+    """
+
+    activation: int = 4
+    target: int = 4
+    fused_norms: bool = False
+
+    @property
+    def mixed(self) -> bool:
+        """Whether matrix products work on copies in half precision."""
+        return self.activation < WIDE
+
+    def norm(self, width: int) -> int:
+        """Of an RMSNorm in the path of gradients: its input, the inverse root mean square, the normed values."""
+        return WIDE * (width + 1 + (0 if self.fused_norms else width))
+
+    def norm_of_data(self, width: int) -> int:
+        """Of an RMSNorm whose input needs no gradient: one tensor, for the gradient of its weight."""
+        return WIDE * width
+
+
+def kept(drafter: DrafterConfig, rollout: Rollout, load: Load, numerics: Numerics) -> Counter[str]:
+    """Bytes that a micro-batch keeps for its backward, by part, when it keeps most.
+
+    Joint steps are kept together; of separate ones the last, which has most keys, is the largest.
+    """
+    steps = range(rollout.steps) if rollout.joint else [rollout.steps - 1]
+    total: Counter[str] = Counter()
+    for step in steps:
+        total.update(_step(drafter, rollout, load, numerics, step))
+    if rollout.own_head:
+        total["fusion"] += load.row_slots * _fusion(drafter, numerics)
+    masked = load.packed and load.rows_each <= MASKED_LENGTH
+    total["mask"] = load.sequences * load.rows_each**2 * numerics.activation if masked else 0
+    return total
+
+
+def _step(drafter: DrafterConfig, rollout: Rollout, load: Load, numerics: Numerics, step: int) -> Counter[str]:
+    N, M = load.row_slots, load.loss_rows
+    d, a = drafter.hidden_size, numerics.activation
+    parts: Counter[str] = Counter()
+    if rollout.own_head:
+        reads = 3 if numerics.mixed and numerics.target == WIDE else 1  # an fp32 input is rounded for q, k and v each
+        parts["input"] = N * (numerics.norm_of_data(d) + numerics.norm(d) + reads * 2 * d * a)
+        parts["loss"] = M * (8 + d * a) + _head_sums(drafter, rollout)  # which rows, gradient of the states
+        if rollout.feature_loss:
+            parts["loss"] += M * (numerics.norm(d) + 2 * d * WIDE)
+        if drafter.recurrence == "post_norm":
+            parts["output norm"] = N * numerics.norm(d)
+    else:
+        parts["input"] = N * (2 * d + d) * a  # [e; f] for fc, its output for q, k, v
+        older = step if rollout.noise or step == 0 else step - 1  # the first is the target's feature itself
+        parts["input"] += N * older * d * a  # states whose keys are computed again
+        parts["loss"] = M * (8 + 2 * d * WIDE + d * a)  # which rows; prediction and feature for SmoothL1; gradient
+    parts["attention"] = N * _attention(drafter, rollout, load, numerics, step)
+    parts["mlp"] = N * (numerics.norm(d) + a * (d + 4 * drafter.intermediate_size))  # gate, silu(gate), up, product
+    return parts
+
+
+def _attention(drafter: DrafterConfig, rollout: Rollout, load: Load, numerics: Numerics, step: int) -> int:
+    """Per row: q and output, native and own keys and values (spread to all heads), log-sum-exp and own scores.
+
+    Keys and values of the native rows are the same tensors for all steps of a joint rollout.
+    """
+    width, heads, a = query_width(drafter), drafter.num_attention_heads, numerics.activation
+    rotary = 2 * drafter.head_dim * WIDE  # cos and sin; in half precision one copy for q and one for k
+    native = 0 if step and rollout.joint and not rollout.rekeyed else 2 * width * a
+    scores = heads * (1 + step) * WIDE
+    if rollout.dense:
+        scores += heads * load.rows_each * (WIDE + 2 * a)
+    return 2 * width * a + native + 2 * step * width * a + rotary + scores
+
+
+def _fusion(drafter: DrafterConfig, numerics: Numerics) -> int:
+    """Per row: the taps that ``fc`` reads, where they are not the target's own tensors, and their norms."""
+    read = drafter.num_taps * drafter.hidden_size
+    copied = read * numerics.activation if drafter.fc_norm or numerics.activation != numerics.target else 0
+    norms = numerics.norm_of_data(read) if drafter.fc_norm else 0
+    return copied + norms
+
+
+def _head_sums(drafter: DrafterConfig, rollout: Rollout) -> int:
+    """The accumulated gradient of head and final norm, one per step, in fp32."""
+    if not rollout.trains_head:
+        return 0
+    return WIDE * drafter.hidden_size * ((drafter.draft_vocab_size or drafter.vocab_size) + 1)
