@@ -21,7 +21,7 @@ def comparison_table(results: Mapping[str, Any]) -> str:
 
 def _trainings(runs: Sequence[Mapping[str, Any]]) -> str:
     width = max(7, *(len(run["name"]) for run in runs)) + 2
-    head = f"{'drafter':<{width}}{'seed':>5}{'steps':>8}{'rows':>11}{"FLOP":>10}{'seconds':>9}{'parameters':>12}"
+    head = f"{'drafter':<{width}}{'seed':>5}{'steps':>8}{'rows':>11}{'FLOP':>10}{'seconds':>9}{'parameters':>12}"
     lines = ["trainings", "-" * WIDTH, f"{head}{'simulated tau':>15}{'real, chain':>13}"]
     for run in runs:
         flops = "-" if run["flops"] is None else f"{run['flops']:.2e}"
