@@ -64,6 +64,7 @@ class Plan:
         splits: ``train`` and, with validation data, ``val``.
         data: :data:`ROW_SETTINGS` by name; the chat template as its digest.
         report: what became of the conversations.
+        shard_bytes: about the size of a shard.
         batch_tokens: token slots of a forward pass of the target.
         padding_share: padding of all token slots of those passes, 0..1.
     """
@@ -72,6 +73,7 @@ class Plan:
     splits: Mapping[str, Split]
     data: Mapping[str, Any]
     report: DataReport
+    shard_bytes: int
     batch_tokens: int
     padding_share: float
 
@@ -169,7 +171,7 @@ def require_same_plan(folder: Path, plan: Plan, manifest: FeatureManifest) -> No
         ValueError: names the first field that differs and both values.
     """
     for name, present in ((MANIFEST, manifest.to_dict()), (PLAN, json.loads(plan.to_json()))):
-        _forget_place(present)
+        _forget(present)
         path = folder / name
         if not path.is_file():
             continue
@@ -177,7 +179,7 @@ def require_same_plan(folder: Path, plan: Plan, manifest: FeatureManifest) -> No
             recorded = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise ValueError(f"{path} is damaged ({error}); delete it and run the same command again") from None
-        _forget_place(recorded)
+        _forget(recorded)
         difference = first_difference(recorded, present, "")
         if difference is not None:
             where, was, now = difference
@@ -187,7 +189,8 @@ def require_same_plan(folder: Path, plan: Plan, manifest: FeatureManifest) -> No
             )
 
 
-def _forget_place(values: dict[str, Any]) -> None:
-    """Targets are compared by digest, wherever they were loaded from."""
+def _forget(values: dict[str, Any]) -> None:
+    """Leave out where the target was loaded from, and what follows from the rest."""
+    values.pop("padding_share", None)
     for field in ("source", "revision"):
         values.get("target", {}).pop(field, None)

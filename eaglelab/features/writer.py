@@ -107,7 +107,7 @@ class StoreWriter:
             for name, rows in self.rows.items()
         }
         splits = {name: Split(rows.digest, tuple(stops[name])) for name, rows in self.rows.items()}
-        self.plan = Plan(contents, splits, settings, data.report, batch_tokens, 0.0)
+        self.plan = Plan(contents, splits, settings, data.report, shard_bytes, batch_tokens, 0.0)
         self.plan = dataclasses.replace(self.plan, padding_share=self._padding_share())
 
     @property
