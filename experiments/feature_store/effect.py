@@ -172,7 +172,7 @@ def study(variant: str, name: str, work: Path, base: Path, features: list[str], 
     result.write_text(json.dumps(figures, indent=1) + "\n")
 
 
-def run_all(work: Path) -> None:
+def run_all(work: Path, only: list[str]) -> None:
     RESULTS.mkdir(exist_ok=True)
     work.mkdir(parents=True, exist_ok=True)
     base = base_store(work)
@@ -181,7 +181,7 @@ def run_all(work: Path) -> None:
             study(variant, "online", work, base, ["features=online", *CONVERSATIONS], {})
         for dtype, top_k, trained in stores:
             name = name_of(dtype, top_k)
-            if (RESULTS / f"{variant}-{name}.json").exists():
+            if (RESULTS / f"{variant}-{name}.json").exists() or (only and f"{variant}-{name}" not in only):
                 continue
             path = work / f"{variant}-{name}"
             seconds = convert(base, path, variant, dtype, top_k)
@@ -234,10 +234,11 @@ def report() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path("outputs/feature_store"))
+    parser.add_argument("--only", nargs="*", default=[], help="stores to try, such as eagle3-int8")
     parser.add_argument("--report", action="store_true")
     arguments = parser.parse_args()
     if not arguments.report:
-        run_all(arguments.work)
+        run_all(arguments.work, arguments.only)
     report()
 
 

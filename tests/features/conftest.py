@@ -1,6 +1,7 @@
 """A tiny target, random packed rows, and stores of them: no tokenizer, no conversations."""
 
 import dataclasses
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +37,7 @@ def packed_rows(plan, seed: int = 0, vocab: int = 61) -> PackedRows:
         for length in lengths
     ]
     stops = np.cumsum([0, *(len(row) for row in plan)])
-    return PackedRows.build(chats, [range(start, stop) for start, stop in zip(stops, stops[1:])])
+    return PackedRows.build(chats, [range(start, stop) for start, stop in itertools.pairwise(stops)])
 
 
 @dataclasses.dataclass
