@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 import time
 from pathlib import Path
 
@@ -29,11 +31,13 @@ def register_resolvers() -> None:
 
     ``${eaglelab.bundled_data:train}``: the path of a bundled file, wherever the package is installed.
     ``${eaglelab.started:%H-%M-%S}``: when the job began, the same on all processes that torchrun started here.
+    ``${eaglelab.folder_name:TEXT}``: the text as a folder's name that needs no quotes in a shell or an override.
     """
     from eaglelab.assets import bundled_data
 
     OmegaConf.register_new_resolver("eaglelab.bundled_data", bundled_data, replace=True)
     OmegaConf.register_new_resolver("eaglelab.started", _started, use_cache=True, replace=True)
+    OmegaConf.register_new_resolver("eaglelab.folder_name", _folder_name, replace=True)
 
 
 def _started(form: str) -> str:
@@ -42,3 +46,8 @@ def _started(form: str) -> str:
     import psutil
 
     return time.strftime(form, time.localtime(psutil.Process(os.getppid()).create_time()))
+
+
+def _folder_name(text: str) -> str:
+    name = re.sub(r"[^\w.+]*[^\w.+-][^\w.+]*", "-", text).replace("-_", "_").rstrip("-")
+    return name if len(name) <= 200 else f"{name[:190]}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"

@@ -24,9 +24,13 @@ register_resolvers()
 def main(config: DictConfig) -> float | None:
     """Train as configured; returns the simulated tau, for sweeps."""
     from eaglelab.training import train  # heavy imports after Hydra has answered --help and typos
+    from eaglelab.training.loggers import finish_wandb
 
     quiet_libraries()
-    result = train(config, config.run_dir)
+    try:
+        result = train(config, config.run_dir)
+    finally:
+        finish_wandb()
     if result.speaks:
         _tell(result)
     if result.interrupted:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import netrc
 import os
+import sys
 from typing import Any
 from urllib.parse import urlparse
 
@@ -24,6 +25,12 @@ def wandb_run(**settings: Any) -> Any:
     if "WANDB_MODE" not in os.environ and not logged_in():
         settings["mode"] = "offline"
     return wandb.init(project="eaglelab", **settings)
+
+
+def finish_wandb() -> None:
+    """End this process's W&B run, if there is one: the next training of a multirun would log into it."""
+    if "wandb" in sys.modules:
+        sys.modules["wandb"].finish()
 
 
 def logged_in() -> bool:
