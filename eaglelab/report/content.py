@@ -189,20 +189,30 @@ def diff_table(comparison: Comparison) -> Table | None:
     found = comparison.results.get("diff")
     if found is None:
         return None
-    columns = ("section", "field", "values")
     table = Table(
         "differences",
-        "Differences of the runs' manifests, data, recipes, budgets and versions. Everything else is the same.",
-        [Column(name, number=False) for name in columns],
+        "Differences of the runs' manifests, data, recipes, budgets and versions. Everything else in them is the same.",
+        [Column(title, number=False) for title in ("section", "field", *comparison.names)],
     )
     before = None
     for row in found:
-        values = "\n".join(f"{name}: {_shown(value)}" for name, value in row["values"].items())
         start = row["section"] != before
-        section = row["section"] if start else ""
-        table.add([section, Entry(row["field"], code=True), Entry(values, code=True)], start=start)
+        values = [Entry(_of_drafter(name, row["values"]), code=True) for name in comparison.names]
+        table.add([row["section"] if start else "", Entry(row["field"], code=True), *values], start=start)
         before = row["section"]
     return table
+
+
+def _of_drafter(name: str, values: Mapping[str, Any]) -> str:
+    """A drafter's value, or those of its training seeds, which stand under `NAME-seedK`."""
+    if name in values:
+        return _shown(values[name])
+    seeds = {
+        label.removeprefix(f"{name}-"): value for label, value in values.items() if label.startswith(f"{name}-seed")
+    }
+    if len(set(map(_shown, seeds.values()))) == 1:
+        return _shown(next(iter(seeds.values())))
+    return "\n".join(f"{seed}: {_shown(value)}" for seed, value in seeds.items()) or NONE
 
 
 def flat(value: Any, name: str = "") -> list[tuple[str, Any]]:

@@ -42,6 +42,7 @@ def write_report(
     """
     comparison = Comparison(Path(folder))
     palette = Palette(comparison.names)
+    trees = viewer_answers(comparison, answers, ids, where or {}) if answers or ids else []
     sections = {name: list(panels) for name, panels in panel_sections(comparison, palette).items()}
     tables = {table.name: table for table in report_tables(comparison)}
     for panels in sections.values():
@@ -51,7 +52,7 @@ def write_report(
         table.save(comparison.folder / "tables")
     text = render(
         "report.html.j2",
-        viewer_answers(comparison, answers, ids, where or {}) if answers or ids else [],
+        trees,
         title=title_of(comparison),
         comparison=comparison,
         palette=palette,

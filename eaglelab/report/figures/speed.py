@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from eaglelab.report.comparison import Comparison
 from eaglelab.report.pooling import PHASES
 from eaglelab.report.style import PHASE_COLORS, SOFT, Palette, Panel, axes
@@ -32,16 +30,8 @@ def speed_against_tau(comparison: Comparison, palette: Palette, batch: int) -> P
         plot.plot([1, top], [1, top], color=SOFT, linewidth=1)
         plot.plot([1, top], [0.5, top / 2], color=SOFT, linewidth=0.8, linestyle=(0, (4, 3)))
         plot.axhline(1, color=SOFT, linewidth=0.8, linestyle=(0, (1, 2)))
-        at = 1 + 0.86 * (top - 1)
-        slope: dict[str, Any] = {
-            "rotation_mode": "anchor",
-            "transform_rotates_text": True,
-            "color": SOFT,
-            "fontsize": 8,
-        }
-        plot.text(at, at, "speed-up = tau", rotation=45, ha="right", va="bottom", **slope)
-        plot.text(at, at / 2, "half of it", rotation=26.6, ha="right", va="bottom", **slope)
-        plot.text(top, 1, "plain decoding", ha="right", va="bottom", color=SOFT, fontsize=8)
+        for height, word in ((top, "= tau"), (top / 2, "half of tau"), (1, "plain decoding")):
+            plot.text(top + 0.02 * (top - 1), height, word, va="center", color=SOFT, fontsize=8)
         plot.set_xlim(0.8, top)
         plot.set_ylim(0, top)
         plot.set_aspect("equal", adjustable="box")

@@ -154,6 +154,15 @@
     for (const node of below) if (node.parent !== null) svg.append(edge(nodes[node.parent], node));
     for (const node of drawn) svg.append(box(node, nodes, one));
     part("tree").replaceChildren(svg);
+    show(nodes[one.accepted[one.accepted.length - 1] ?? 0]);
+  }
+
+  // Scrolls a tree that is larger than its frame so that a node can be seen.
+  function show(node) {
+    const frame = part("tree");
+    const inside = (at, length, size) => (at + length < size ? 0 : at + length / 2 - size / 2);
+    frame.scrollTop = inside(node.y, 2 * NODE, frame.clientHeight);
+    frame.scrollLeft = inside(node.x, 2 * node.width, frame.clientWidth);
   }
 
   // ---- around the tree -----------------------------------------------------------------------------------------
