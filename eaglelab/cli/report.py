@@ -22,6 +22,9 @@ def main(config: DictConfig) -> None:
         raise ValueError(
             "give one of compare=DIR (what `eaglelab compare` wrote) and trees=FILE_OR_DIR (records of rounds)"
         )
+    for name, least in (("answers", 0), ("max_rounds", 1)):
+        if type(config[name]) is not int or config[name] < least:
+            raise ValueError(f"{name}={config[name]}: give a whole number from {least} on")
     quiet_libraries()
     ids = None if config.ids is None else [str(one) for one in config.ids]
     if config.trees is not None:
