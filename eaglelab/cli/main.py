@@ -15,7 +15,7 @@ VERBS = {
     "report": "a page to look at: eaglelab report compare=DIR, or trees=rounds.parquet for draft trees",
     "doctor": "which wiring was a drafter trained for: eaglelab doctor run=DIR",
     "bench": "cost of a training step of each variant: eaglelab bench",
-    "generate": 'answer a prompt, accepted draft tokens marked: eaglelab generate run=DIR prompt="..."',
+    "generate": "answer a prompt, or a file of them to train on: eaglelab generate run=DIR data=FILE out=FILE",
     "import": "a published drafter becomes a run folder: eaglelab import source=DIR target.source=DIR out=DIR",
     "export": "a run's drafter for vLLM, SGLang and others: eaglelab export run=DIR format=vllm out=DIR",
 }

@@ -11,7 +11,7 @@ def quiet_libraries() -> None:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    for name in ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero", "httpx2"):
         logging.getLogger(name).setLevel(logging.WARNING)
     for pattern in (
         r".*does not have many workers.*",

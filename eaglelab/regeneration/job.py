@@ -113,18 +113,22 @@ class _Progress:
         result.tokens += tokens or 0
         result.rounds += len(accepted)
         result.accepted += sum(accepted)
+        self._show(1)
+
+    def ended(self, one: Answered) -> None:
+        self._file.append(one)
+        failed = one.stop_reason == FAILED
+        if failed:
+            self.result.failures.append((one.id, one.failure or ""))
+        unasked = one.chat.questions - one.chat.turn  # after a cut answer, or a failure
+        self._show(failed + unasked)
+
+    def _show(self, questions: int) -> None:
+        result = self.result
         figures = {"tokens/s": f"{result.tokens / (time.perf_counter() - self._began):.0f}"}
         if result.tau is not None:
             figures["tau"] = f"{result.tau:.2f}"
         if result.failures:
             figures["failed"] = f"{len(result.failures)}"
         self._bar.set_postfix(figures, refresh=False)
-        self._bar.update()
-
-    def ended(self, one: Answered) -> None:
-        self._file.append(one)
-        if one.stop_reason == FAILED:
-            self.result.failures.append((one.id, one.failure or ""))
-            self._bar.update()
-        unasked = one.chat.questions - one.chat.turn  # after a cut answer, or a failure
-        self._bar.update(unasked)
+        self._bar.update(questions)

@@ -68,6 +68,7 @@ def test_a_server_answers(stub, tmp_path, monkeypatch):  # noqa: F811
     assert stub.requests[0]["chat_template_kwargs"] == {"a": 1}
     assert "left out   1 conversations (1 failed): sub/answers.jsonl.left_out" in done.stdout
     assert "asked.jsonl:2: HTTP 400 'no b'" in done.stdout
+    assert "HTTP Request" not in done.stdout + done.stderr
     assert "secret" not in done.stdout + (tmp_path / "sub" / "answers.jsonl").read_text()
 
 

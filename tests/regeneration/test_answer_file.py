@@ -11,7 +11,7 @@ import pytest
 from eaglelab.data import load_conversations
 from eaglelab.decoding import Sampling
 from eaglelab.evaluation import Chat
-from eaglelab.regeneration import Answer, AnswerFile, Answered, Origin, regenerate
+from eaglelab.regeneration import Answer, Answered, AnswerFile, Origin, regenerate
 from tests.regeneration.conftest import prompts
 
 ORIGIN = Origin(Sampling(temperature=0.5, seed=10), 8, {"source": "here", "fingerprint": "abc", "dtype": "float32"})
@@ -19,7 +19,7 @@ PROMPTS = prompts("ends 0", "cut 1", ("ends 2a", "ends 2b"), "fails 3", "ends 4"
 
 
 class Script:
-    """Ends, cuts or fails as the question says; in an order of its own, stopped by Ctrl-C before conversation `stop`."""
+    """Ends, cuts or fails as the question says, in an order of its own; Ctrl-C comes before conversation `stop`."""
 
     def __init__(self, origin=ORIGIN, *, order=0, stop=None, well=()):
         self.origin, self.order, self.stop, self.well = origin, order, stop, well
@@ -308,8 +308,9 @@ def test_a_kill_while_the_files_are_put_in_order(out, tmp_path, monkeypatch, kil
             raise KeyboardInterrupt
         replace_file(aside, path)
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr("os.replace", killed)
-        job(out, Script(order=5))
+        with pytest.raises(KeyboardInterrupt):
+            job(out, Script(order=5))
     job(out)
     assert contents(out) == contents(tmp_path / "all" / "answers.jsonl")
