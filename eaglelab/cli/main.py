@@ -9,6 +9,7 @@ from keyword import iskeyword
 VERBS = {
     "train": "train a drafter: eaglelab train variant=eagle",
     "cache": "keep the target's features, to train without running it: eaglelab cache variant=eagle3 out=DIR",
+    "plan": "what a training will need, before anything is loaded: eaglelab plan variant=hass devices=8 device_gib=80",
     "evaluate": "decode held-out prompts with and without the drafter: eaglelab evaluate run=DIR",
     "compare": "train variants under one budget, measure and compare them: eaglelab compare variants=[eagle,hass]",
     "diff": "what separates two runs: eaglelab diff RUN RUN",
