@@ -15,11 +15,12 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from eaglelab.comparison.plan import Budget
-from eaglelab.data import Batch, ConversationDataModule
+from eaglelab.data import Batch
+from eaglelab.data.module import PackedDataModule
 from eaglelab.target import FrozenTarget
 from eaglelab.target.shape import TargetShape
 from eaglelab.training.flops import Load, step_flops
-from eaglelab.training.job import build_data, build_module
+from eaglelab.training.job import build_data, build_module, build_stored_data, open_store
 
 SAMPLED_BATCHES = 16  # for the shapes of a step
 CALIBRATION_ROUNDS = 3  # of all configurations in turns
@@ -78,7 +79,10 @@ class _Probe:
 
     def __init__(self, config: DictConfig, target: FrozenTarget) -> None:
         self.target = target
-        self.data = build_data(config, target)
+        self.store = open_store(config)
+        self.data: PackedDataModule = (
+            build_data(config, target) if self.store is None else build_stored_data(config, self.store)
+        )
         self.data.setup()
         self.accumulate = int(config.optim.accumulate)
         loader = self.data.train_dataloader()
@@ -89,25 +93,28 @@ class _Probe:
         self.flops = self._flops(config, self.rows / self.accumulate)
 
     def _flops(self, config: DictConfig, supervised: float) -> float | None:
-        module = build_module(config, self.target, self.data)
+        module = build_module(config, self.target, self.data, self.store)
         load = _load(self.batches, supervised)
         try:
             shape = TargetShape.of_model(self.target.model)
-            return step_flops(shape, module.drafter_config, module.contract, load, module.optim).total
+            count = step_flops(
+                shape, module.drafter_config, module.contract, load, module.optim, online=self.store is None
+            )
         except ValueError:
             return None
+        return count.total
 
     def timers(self) -> list[tuple[float, _Timer]]:
         """(share of the training, something to time) for each kind of step."""
-        return [(share, _Timer(config, self.target, self.data)) for share, config in self.configs]
+        return [(share, _Timer(config, self)) for share, config in self.configs]
 
 
 class _Timer(L.Callback):
     """Times optimizer steps of one configuration."""
 
-    def __init__(self, config: DictConfig, target: FrozenTarget, data: ConversationDataModule) -> None:
-        self._trainer, self._data = config.trainer, data
-        self._module = build_module(config, target, data)
+    def __init__(self, config: DictConfig, probe: _Probe) -> None:
+        self._trainer, self._data = config.trainer, probe.data
+        self._module = build_module(config, probe.target, probe.data, probe.store)
         self.seconds: list[float] = []
         self._ends: list[float] = []
 

@@ -110,6 +110,7 @@ def _figure_fields(training: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
     for name in ("device", "processes", "drafter_parameters"):
         if name in training:
             fields["recipe", name] = training[name]
+    fields |= {("data", name): value for name, value in _flat("features", training.get("features") or {})}
     for split, report in (training.get("data") or {}).items():
         fields |= {("data", f"{split}.{name}"): value for name, value in _flat("", report or {})}
     return fields

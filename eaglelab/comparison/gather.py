@@ -54,12 +54,19 @@ def training_figures(plan: Plan, run: Run, spent: Spent | None, figures: Sequenc
         "flops": flops,
         "parameters": training.get("drafter_parameters"),
         "peak_memory_mib": here.get("peak_memory_mib"),
+        "store_bytes": _store_bytes(training.get("features") or {}),
         "draft_vocab_size": training.get("draft_vocab_size"),
         "answer_token_coverage": training.get("answer_token_coverage"),
         "simulated_tau": (training.get("final") or {}).get("val/tau"),
         "chain_depth": depth,
         "real_chain_tau": _real_chain_tau(run, depth, figures),
     }
+
+
+def _store_bytes(features: Mapping[str, Any]) -> int | None:
+    """Size of the feature store that a training read; None without one, or where it is gone."""
+    path = Path(features["path"]) if features.get("source") == "store" else None
+    return sum(file.stat().st_size for file in path.rglob("*")) if path and path.is_dir() else None
 
 
 def _chain_depth(run: Run) -> int | None:

@@ -136,6 +136,7 @@ TRAINING = (
     "flops",
     "parameters",
     "peak_memory_mib",
+    "store_bytes",
     "simulated_tau",
     "chain_depth",
 )
