@@ -22,6 +22,7 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("o", "s", "^", "D", "v", "P")
 PHASE_COLORS = {"draft": "#56B4E9", "pack": "#999999", "verify": "#0072B2", "commit": "#CC79A7", "other": "#D9D9D9"}
 SOFT = "#5a646e"
+WIDTH = 4.9  # inches
 
 RC: dict[str, Any] = {
     "font.family": "sans-serif",
@@ -119,13 +120,16 @@ class Panel:
 
 
 @contextmanager
-def axes(width: float = 4.6, height: float = 3.0, **settings: Any) -> Iterator[tuple[Figure, Axes]]:
-    """A figure of one plot in the house style, sizes in inches; `settings` are the plot's (title, labels, limits)."""
+def axes(height: float = 3.1, **settings: Any) -> Iterator[tuple[Figure, Axes]]:
+    """A figure of one plot in the house style, `height` inches high; `settings` are the plot's (title, labels, limits).
+
+    All figures are of one width, so that their letters are of one size in a page.
+    """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     with rc_context(_rc()):
-        figure = Figure(figsize=(width, height), layout="constrained")
+        figure = Figure(figsize=(WIDTH, height), layout="constrained")
         plot = figure.subplots()
         yield figure, plot
         plot.set(**settings)

@@ -20,7 +20,7 @@ def by_task(comparison: Comparison, palette: Palette, tree: str, temperature: fl
     names = comparison.names
     batch = comparison.batches[0]
     where = {"tree": tree, "temperature": temperature, "batch": batch}
-    with axes(4.6, 1.3 + 0.24 * len(tasks) * max(2, len(names)) ** 0.5, title=f"{tree}, T = {temperature:g}") as (
+    with axes(1.3 + 0.24 * len(tasks) * max(2, len(names)) ** 0.5, title=f"{tree}, T = {temperature:g}") as (
         figure,
         plot,
     ):
@@ -64,7 +64,7 @@ def by_depth(comparison: Comparison, palette: Palette, tree: str, temperature: f
     """Acceptance against depth: of all rounds, or of the rounds that came so far."""
     kind = "conditional" if conditional else "cumulative"
     batch = comparison.batches[0]
-    with axes(4.2, 2.9, title=f"{tree}, T = {temperature:g}: {kind}") as (figure, plot):
+    with axes(title=f"{tree}, T = {temperature:g}: {kind}") as (figure, plot):
         deepest = 1
         for name in comparison.names:
             pool = comparison.pool(name=name, tree=tree, temperature=temperature, batch=batch)
@@ -93,6 +93,6 @@ def by_depth(comparison: Comparison, palette: Palette, tree: str, temperature: f
     return Panel(
         file_name("depth", kind, tree, f"T{temperature:g}"),
         figure,
-        f"{what} {tree}, temperature {temperature:g}, batch {batch}, tasks and seeds pooled.",
+        f"{what} Here: {tree}, temperature {temperature:g}, batch {batch}; tasks and seeds pooled.",
         f"Acceptance by depth, {kind}, {tree} tree, temperature {temperature:g}",
     )

@@ -11,8 +11,7 @@ def reliability(comparison: Comparison, palette: Palette, tree: str, temperature
     """Observed acceptance against confidence, by bins of confidence."""
     batch = comparison.batches[0]
     with axes(
-        4.2,
-        3.7,
+        4.0,
         title=f"{tree}, T = {temperature:g}",
         xlabel="confidence of a node's path, %",
         ylabel="nodes accepted, %",
@@ -42,7 +41,7 @@ def reliability(comparison: Comparison, palette: Palette, tree: str, temperature
     return Panel(
         file_name("reliability", tree, f"T{temperature:g}"),
         figure,
-        f"Above the line the drafter is too modest, below it too sure. Bars: 95 % Wilson intervals of nodes; nodes of "
-        f"one tree are not independent. {tree}, temperature {temperature:g}, batch {batch}, tasks and seeds pooled.",
+        "Above the line the drafter is too modest, below it too sure. Bars: 95 % Wilson intervals; nodes of one "
+        f"tree are not independent. Here: {tree}, temperature {temperature:g}, batch {batch}; tasks and seeds pooled.",
         f"Reliability diagram, {tree} tree, temperature {temperature:g}",
     )

@@ -12,7 +12,7 @@ TREE_MARKERS = ("o", "s", "^", "D", "v", "P")
 def speed_against_tau(comparison: Comparison, palette: Palette, batch: int) -> Panel:
     """One mark per drafter, tree and temperature; on the ideal line a round costs what a plain step costs."""
     labels = {"xlabel": "tau (tokens per round)", "ylabel": "speed-up over plain decoding"}
-    with axes(4.9, 3.9, title=f"batch {batch}", **labels) as (figure, plot):
+    with axes(3.9, title=f"batch {batch}", **labels) as (figure, plot):
         most = 1.0
         for name in comparison.names:
             for tree in comparison.trees:
@@ -68,7 +68,7 @@ def time_of_a_round(comparison: Comparison, batch: int, temperature: float) -> P
             pool = comparison.pool(name=name, tree=tree, temperature=temperature, batch=batch)
             if pool.phases_ms is not None:
                 rows.append((f"{name}, {tree}", pool.phases_ms, pool.plain_ms))
-    with axes(5.2, 1.4 + 0.27 * len(rows), title=f"batch {batch}, T = {temperature:g}") as (figure, plot):
+    with axes(1.4 + 0.27 * len(rows), title=f"batch {batch}, T = {temperature:g}") as (figure, plot):
         left = [0.0] * len(rows)
         for phase in PHASES:
             widths = [max(0.0, row[1][phase]) for row in rows]

@@ -11,7 +11,7 @@ from eaglelab.report.style import Palette, Panel, axes, legend_below
 def training_curves(comparison: Comparison, palette: Palette, against: Literal["seconds", "rows"]) -> Panel | None:
     """One line per run; None where no run has a curve."""
     drawn = False
-    with axes(4.6, 3.1, title=f"by {against}", ylabel="simulated tau") as (figure, plot):
+    with axes(title=f"by {against}", ylabel="simulated tau") as (figure, plot):
         for training in comparison.trainings:
             points = [(getattr(point, against), point.tau) for point in training.curve]
             known = [(x, tau) for x, tau in points if x is not None]
