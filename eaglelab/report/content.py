@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from eaglelab.report.comparison import Comparison, Training
@@ -162,10 +163,12 @@ def cost_table(comparison: Comparison) -> Table:
     return table
 
 
-def store_bytes(training: Training) -> float | None:
-    """Size of the feature store that the training read; None where features came from the target directly."""
-    found = training.figures.get("store_bytes")
-    return found if found is not None else (training.figures.get("store") or {}).get("bytes")
+def store_bytes(training: Training) -> int | None:
+    """Size of the feature store that the training read, where it still is; None where the target ran in training."""
+    features = training.figures.get("features") or {}
+    if features.get("source") != "store" or not Path(features["path"]).is_dir():
+        return None
+    return sum(path.stat().st_size for path in Path(features["path"]).rglob("*") if path.is_file())
 
 
 def contract_table(comparison: Comparison) -> Table:

@@ -22,19 +22,20 @@ def limits(comparison: Comparison) -> list[str]:
 
 
 def unmatched(comparison: Comparison) -> list[str]:
-    """Quantities of the trainings that the budget did not fix and that differ between drafters."""
-    unit = (comparison.asked.get("budget") or {}).get("unit")
+    """Quantities of the trainings that differ between drafters, first of all the one that the budget was to fix."""
+    trained_here = bool(comparison.asked.get("variants"))
+    unit = (comparison.asked.get("budget") or {}).get("unit") if trained_here else None
     matched = UNITS.get(str(unit))
-    found = []
+    found: list[str] = []
     for key, word in WORDS.items():
         means = {name: _mean(comparison, name, key) for name in comparison.names}
         known = [value for value in means.values() if value is not None]
         if len(known) > 1 and max(known) > (1 + CLOSE) * min(known):
             said = ", ".join(f"{name} {number(value, 0)}" for name, value in means.items() if value is not None)
-            if key != matched:
-                found.append(f"The budget does not match {word}: {said}.")
+            if key == matched:
+                found.insert(0, f"The budget is in {word}, yet the trainings came out at {said}.")
             else:
-                found.append(f"The budget is in {word}, yet the trainings came out at {said}.")
+                found.append(f"The trainings differ in {word}: {said}.")
     return found
 
 

@@ -54,6 +54,7 @@ def write_report(
         "report.html.j2",
         trees,
         title=title_of(comparison),
+        budget=budget_of(comparison),
         comparison=comparison,
         palette=palette,
         sections=sections,
@@ -72,6 +73,16 @@ def title_of(comparison: Comparison) -> str:
     names = f"{', '.join(others)} and {last}" if others else last
     source = (comparison.asked.get("target") or {}).get("source") or comparison.cells[0]["settings"]["target"]
     return f"{names}, drafting for {'the bundled target' if source == 'bundled' else source}"
+
+
+def budget_of(comparison: Comparison) -> str:
+    """A sentence about what every training could spend; nothing where none was trained for the comparison."""
+    budget = comparison.asked.get("budget")
+    if not budget or not comparison.asked.get("variants"):
+        return "The drafters were trained before." if comparison.asked.get("given") else ""
+    values = budget["value"] if isinstance(budget["value"], Mapping) else {"": budget["value"]}
+    said = ", ".join(f"{name} {value:,.10g}".strip() for name, value in values.items())
+    return f"Budget of each training: {said} {budget['unit']}."
 
 
 def panel_sections(comparison: Comparison, palette: Palette) -> dict[str, Iterator[Panel]]:

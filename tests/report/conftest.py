@@ -117,7 +117,10 @@ def training(folder: Path, name: str) -> None:
     (folder / "manifest.json").write_text(json.dumps({"variant": "hass", "switches": {"passes": 1, "of": name}}))
     figures = {"optimizer_steps": 20, "supervised_rows": 600, "seconds": 40.0, "drafter_parameters": 1234567}
     if name == "sharp":
-        figures |= {"supervised_rows": 900, "store_bytes": 2**20 * 7}
+        (folder / "store").mkdir()
+        with (folder / "store" / "shard").open("wb") as file:
+            file.truncate(7 * 2**20)
+        figures |= {"supervised_rows": 900, "features": {"source": "store", "path": str(folder / "store")}}
     (folder / "metrics.json").write_text(json.dumps({"training": figures, "comparison": {"peak_memory_mib": 321.0}}))
     with (folder / "csv" / "version_0" / "metrics.csv").open("w", newline="") as file:
         lines = csv.DictWriter(file, ["step", "train/supervised_rows", "val/tau"])

@@ -127,12 +127,13 @@ def test_names_of_others_are_escaped(text):
 def test_what_was_not_controlled_is_said(text):
     for words in (
         "One training seed of sharp.",
-        "The budget does not match supervised rows: plain 600, sharp 900.",
+        "The trainings differ in supervised rows: plain 600, sharp 900.",
+        "Budget of each training: 20 steps.",
         "Few prompts",
         "100% of the answers were cut off at 12 tokens",
     ):
         assert words in text
-    assert "does not match optimizer steps" not in text
+    assert "in optimizer steps" not in text
 
 
 def test_files_beside_the_page(reported):
