@@ -31,8 +31,8 @@ def write_report(
         folder: what `eaglelab compare` wrote; it may be unfinished.
         answers: first answers of each drafter in the tree viewer; 0: no viewer.
         ids: of the prompts in the viewer, instead.
-        where: the viewer's cell: `suite`, `tree`, `temperature`, `batch`. What is left open is the first suite, the
-            tree with the most nodes, the lowest temperature and the smallest batch.
+        where: the viewer's cell: `suite`, `tree`, `temperature`, `batch`. What is left open is the first suite, a
+            dynamic tree or else the one with the most nodes, the lowest temperature and the smallest batch.
 
     Returns:
         The page. It is one file that loads nothing.
@@ -161,11 +161,17 @@ def viewer_answers(
             cell for cell in comparison.pool(name=name, **chosen).cells if _records(cell) and cell["drafted_nodes"]
         ]
         if cells:
-            cell = max(cells, key=lambda cell: (cell["drafted_nodes"] / cell["rounds"], -cell["cell"]["seed"]))
+            cell = max(cells, key=_telling)
             first = list(dict.fromkeys(str(turn["id"]) for turn in cell["per_prompt"]))[:number]
             title = f"{name}, {cell['cell']['suite']}, {cell['cell']['tree']}"
             found.append(load_answers(_records(cell)[0], title=title, ids=ids or first))
     return found
+
+
+def _telling(cell: dict[str, Any]) -> tuple[bool, float, int]:
+    """Ranks cells for the viewer: grown trees first, then large ones, then the first seed."""
+    grown = cell["cell"]["tree_settings"].get("name") == "dynamic"
+    return grown, cell["drafted_nodes"] / cell["rounds"], -cell["cell"]["seed"]
 
 
 def _records(cell: dict[str, Any]) -> Sequence[Path]:

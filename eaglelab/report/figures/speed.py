@@ -57,7 +57,7 @@ def _legend(comparison: Comparison, palette: Palette, figure: object) -> None:
     handles += [
         mark(tree, TREE_MARKERS[place % len(TREE_MARKERS)], SOFT) for place, tree in enumerate(comparison.trees)
     ]
-    figure.legend(handles=handles, loc="outside lower left", ncols=min(6, len(handles)), columnspacing=1.2)  # type: ignore[attr-defined]
+    figure.legend(handles=handles, loc="outside lower left", ncols=4, columnspacing=1.2)  # type: ignore[attr-defined]
 
 
 def time_of_a_round(comparison: Comparison, batch: int, temperature: float) -> Panel:

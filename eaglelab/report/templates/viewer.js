@@ -291,12 +291,14 @@
     ArrowLeft: () => go(state.round - 1), ArrowRight: () => go(state.round + 1),
     Home: () => go(0), End: () => go(Infinity),
   };
-  view.addEventListener("keydown", (event) => {
-    if (event.target.matches("select, input[type=range]") || event.altKey || event.ctrlKey || event.metaKey) return;
+  // A page of its own takes the keys wherever they are pressed; in a report they scroll unless the viewer has the focus.
+  ("alone" in view.dataset ? document : view).addEventListener("keydown", (event) => {
+    if (event.target.matches?.("select, input[type=range]") || event.altKey || event.ctrlKey || event.metaKey) return;
     if (!(event.key in keys)) return;
     keys[event.key]();
     event.preventDefault();
   });
+  window.addEventListener("resize", write); // the text breaks elsewhere; its end stays in sight
   part("first").addEventListener("click", () => go(0));
   part("previous").addEventListener("click", () => go(state.round - 1));
   part("next").addEventListener("click", () => go(state.round + 1));
