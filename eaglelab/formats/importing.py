@@ -52,6 +52,12 @@ class Imported:
     def config(self) -> DrafterConfig:
         return DrafterConfig(**self.manifest.drafter)
 
+    def network(self) -> DraftNetwork:
+        """The network with its weights, fp32 on the CPU."""
+        network = VARIANTS[self.manifest.variant].build_network(self.config)
+        network.load_state_dict(self.weights, strict=True)
+        return network
+
 
 def import_drafter(
     source: str | Path, target: FrozenTarget, out: str | Path, *, overwrite: bool = False, **how: Any
@@ -128,8 +134,9 @@ def read_drafter(
         notes.append("written by eaglelab: the manifest came with it")
     else:
         notes.append(_require_trust(embedding is not None, target, trusted))
-    VARIANTS[manifest.variant].build_network(DrafterConfig(**manifest.drafter)).load_state_dict(weights, strict=True)
-    return Imported(kind, manifest, weights, notes, metrics)
+    imported = Imported(kind, manifest, weights, notes, metrics)
+    imported.network()  # the tensors are exactly the drafter's
+    return imported
 
 
 def training_overrides(drafter: Imported, target: FrozenTarget) -> list[str]:

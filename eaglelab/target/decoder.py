@@ -18,6 +18,9 @@ from eaglelab.target.kv import KVSlots
 from eaglelab.target.taps import FINAL, Tap
 
 
+FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
+
+
 @dataclass(frozen=True)
 class Wiring:
     """The parts of a causal LM that the wrapper calls, and the way it calls them."""
@@ -27,6 +30,7 @@ class Wiring:
     embedding: nn.Embedding
     head: nn.Linear
     cache_argument: str  # "cache"; "past_key_values" in older library versions and own code
+    norm: nn.Module | None  # behind the last layer; None where its name is unknown
 
     def run(self, tokens_BS: Tensor, position_BS: Tensor, mask: Any, cache: KVSlots | None) -> Tensor:
         """The decoder stack alone: final features [B, S, d], in the target's own type even inside
@@ -99,7 +103,8 @@ def find_wiring(model: Any) -> Wiring:
             f"{name}: no list of {config.num_hidden_layers} decoder layers found in its decoder, "
             "so there is nothing to tap. Choose a decoder-only target."
         )
-    return Wiring(decoder, list(stacks[0]), embedding, head, cache_argument)
+    norm = next((child for child_name, child in decoder.named_children() if child_name in FINAL_NORMS), None)
+    return Wiring(decoder, list(stacks[0]), embedding, head, cache_argument, norm)
 
 
 def use_exact_attention(model: Any) -> None:

@@ -218,6 +218,16 @@ class FrozenTarget(nn.Module):
         return self._wiring.head.weight
 
     @property
+    def last_layer(self) -> nn.Module:
+        """The decoder layer in front of the final norm."""
+        return self._wiring.layers[-1]
+
+    @property
+    def final_norm(self) -> nn.Module | None:
+        """The norm in front of the head; None for families that name it unusually."""
+        return self._wiring.norm
+
+    @property
     def head_logits_are_linear(self) -> bool:
         """True if ``lm_head(h)`` is exactly ``h @ head_weight.T``: no bias, scale or softcap."""
         return self._head_form.linear and self._wiring.head.bias is None
