@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 register_resolvers()
 
+LISTS = ("variants", "train", "seeds", "suites", "trees", "temperatures", "batches")
+
 
 @hydra.main(version_base="1.3", config_path=config_dir(), config_name="compare")
 @friendly
@@ -54,6 +56,12 @@ def plan_of(config: DictConfig) -> Plan:
     from eaglelab.decoding import Sampling
 
     plain: dict[str, Any] = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
+    for name in LISTS:
+        if plain[name] is not None and not isinstance(plain[name], list):
+            plain[name] = [plain[name]]  # seeds=3 is seeds=[3]
+    for name, usage in (("budget", "budget.value=90"), ("runs", "'runs={name: DIR}'"), ("recipes", "recipes={...}")):
+        if plain[name] is not None and not isinstance(plain[name], dict):
+            raise ValueError(f"{name}={plain[name]} is not understood; write {usage}")
     given = {name: [one] if isinstance(one, str) else list(one) for name, one in (plain["runs"] or {}).items()}
     variants = plain["variants"]
     if variants is None:

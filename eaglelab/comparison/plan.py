@@ -88,10 +88,20 @@ class Plan:
         if self.budget.unit not in get_args(Unit):
             raise ValueError(f"budget.unit={self.budget.unit!r} is not one of {', '.join(get_args(Unit))}")
         for name in self.recipes:
+            _check_number("budget.value", self.budget.of(name), (int, float))
             if self.budget.of(name) <= 0:
                 raise ValueError(f"budget.value={self.budget.of(name):g} trains nothing; give a positive number")
         for what in ("seeds", "suites", "trees", "temperatures", "batches"):
             _check_list(what, list(getattr(self, what)))
+        for what, kinds in (("seeds", int), ("batches", int), ("temperatures", (int, float))):
+            for value in getattr(self, what):
+                _check_number(what, value, kinds)
+        for what in ("limit", "max_new_tokens", "resamples"):
+            if (value := getattr(self, what)) is not None:
+                _check_number(what, value, int)
+        for seed in self.seeds:
+            if seed < 0:
+                raise ValueError(f"seeds={list(self.seeds)}: a seed is 0 or more")
         for batch in self.batches:
             if batch < 1:
                 raise ValueError(f"batches={list(self.batches)}: decode at least one prompt at a time")
@@ -165,6 +175,11 @@ def recipes_for(variants: Sequence[str], recipes: Mapping[str, Sequence[str]]) -
 def sampling_settings(sampling: Sampling) -> dict[str, Any]:
     """Plain values of what decides a draw."""
     return {f.name: getattr(sampling, f.name) for f in dataclasses.fields(Sampling) if f.name != "processors"}
+
+
+def _check_number(name: str, value: Any, kinds: type | tuple[type, ...]) -> None:
+    if not isinstance(value, kinds) or isinstance(value, bool):
+        raise ValueError(f"{name}: {value!r} is no {'whole ' if kinds is int else ''}number")
 
 
 def _check_list(name: str, values: Sequence[Any], *, empty: bool = False) -> None:
