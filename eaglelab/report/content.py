@@ -18,7 +18,7 @@ def summary_table(comparison: Comparison, suite: str | None = None) -> Table:
     table = Table(
         file_name("summary", suite) if suite else "summary",
         f"{what}: training seeds pooled; 95 % bootstrap intervals over prompts and training seeds. Costs: time of a "
-        "round in steps of plain decoding. First token: rounds that accepted at least one.",
+        "round in steps of plain decoding. First token: share of rounds that accepted at least one.",
         [
             Column("tree", number=False),
             Column("T"),
@@ -26,10 +26,10 @@ def summary_table(comparison: Comparison, suite: str | None = None) -> Table:
             Column("drafter", number=False),
             Column("tau", "tokens per round"),
             Column("speed-up", "over plain decoding"),
-            Column("first", "token"),
-            Column("draft", "cost c"),
-            Column("verify", "cost"),
-            Column("calibration", "error"),
+            Column("first token", "accepted"),
+            Column("draft cost", "c"),
+            Column("verify cost"),
+            Column("calib. error"),
             Column("identical", "answers"),
         ],
     )
@@ -68,7 +68,8 @@ def contrast_table(comparison: Comparison) -> Table:
     table = Table(
         "contrasts",
         "Paired differences: the same prompts, resampled together. p by swapping the two drafters prompt by prompt, "
-        "corrected by Holm within each measure, task and batch.",
+        "corrected by Holm within each measure, task and batch. A difference is shown where the interval leaves out 0 "
+        "and the corrected p is at most 0.05.",
         [
             Column("measure", number=False),
             Column("task", number=False),
@@ -160,6 +161,7 @@ def cost_table(comparison: Comparison) -> Table:
             start=training.name != before,
         )
         before = training.name
+    table.drop_unknown()
     return table
 
 

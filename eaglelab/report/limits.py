@@ -10,6 +10,7 @@ from eaglelab.report.tables import number
 UNITS = {"rows": "supervised_rows", "steps": "optimizer_steps", "seconds": "seconds"}
 WORDS = {"supervised_rows": "supervised rows", "optimizer_steps": "optimizer steps", "seconds": "seconds of training"}
 CLOSE = 0.02  # relative spread below which drafters count as matched
+SHOWN = 0.05  # largest corrected p of a difference that counts as shown
 HIGH = 0.1  # share of answers that were cut off worth a word
 
 
@@ -17,7 +18,8 @@ def limits(comparison: Comparison) -> list[str]:
     """The results' notes, then what the figures show beside them."""
     found = [f"{note[0].upper()}{note[1:].rstrip('.')}." for note in comparison.results.get("notes", ())]
     found += unmatched(comparison)
-    found += [*parameters(comparison), *few(comparison), *cut_off(comparison), *machine(comparison)]
+    found += [*parameters(comparison), *few(comparison), *powerless(comparison)]
+    found += [*cut_off(comparison), *machine(comparison)]
     return found
 
 
@@ -59,6 +61,18 @@ def few(comparison: Comparison) -> list[str]:
     counts = {suite: len({turn["id"] for turn in comparison.pool(suite=suite).turns()}) for suite in comparison.suites}
     small = [f"{suite} {count}" for suite, count in counts.items() if count < 30]
     return [f"Few prompts, for which bootstrap intervals are too narrow: {', '.join(small)}."] if small else []
+
+
+def powerless(comparison: Comparison) -> list[str]:
+    """Tests that could not have shown any difference: swapping n prompts gives no p below 2 / 2^n."""
+    found = {}
+    for row in comparison.results.get("contrasts", ()):
+        prompts, tests = row["prompts"], row["tests"]
+        least = min(1.0, 2 / 2**prompts * tests)
+        if least > SHOWN:
+            asked = f"{prompts} prompts and {tests} test{'' if tests == 1 else 's'}"
+            found[row["suite"]] = f"{row['suite']}: {asked} leave no corrected p below {least:.2g}, so that no "
+    return [f"{one}difference between drafters could be shown there." for one in found.values()]
 
 
 def cut_off(comparison: Comparison) -> list[str]:

@@ -61,6 +61,12 @@ class Table:
             self.starts.add(len(self.rows))
         self.rows.append(row)
 
+    def drop_unknown(self) -> None:
+        """Leave out the columns in which nothing is known."""
+        known = [place for place in range(len(self.columns)) if any(row[place].text != NONE for row in self.rows)]
+        self.columns = [self.columns[place] for place in known]
+        self.rows = [[row[place] for place in known] for row in self.rows]
+
     def save(self, folder: Path) -> list[Path]:
         """`folder/NAME.md` and `.tex`."""
         folder.mkdir(parents=True, exist_ok=True)

@@ -45,6 +45,15 @@ def test_latex_leaves_no_special_character(character):
     assert re.sub(r"\\text\w+\{\}|\\[&%$#_{}]", "", cell) == "ab"
 
 
+def test_columns_without_a_value():
+    made = Table("t", "c", [Column("a"), Column("b"), Column("c")])
+    made.add(["1", number(None), "2"])
+    made.add([number(None), number(None), "3"])
+    made.drop_unknown()
+    assert [column.title for column in made.columns] == ["a", "c"]
+    assert [[entry.text for entry in row] for row in made.rows] == [["1", "2"], [number(None), "3"]]
+
+
 def test_numbers():
     assert number(1234567.891) == "1,234,567.89"
     assert number(-1.5, 1) == "\N{MINUS SIGN}1.5"
