@@ -7,6 +7,7 @@ import pytest
 
 from eaglelab.assets import bundled_data
 from eaglelab.decoding import Engine
+from eaglelab.doctor.diagnosis import MARGIN
 from eaglelab.evaluation import load_prompts
 from eaglelab.evaluation.chats import chat_encoder
 from eaglelab.target import FrozenTarget
@@ -27,15 +28,19 @@ def answered(target: FrozenTarget) -> list[tuple[list[int], int]]:
 @pytest.mark.slow
 @pytest.mark.timeout(10_800)
 def test_nine_of_ten_planted_faults_are_named_and_none_is_invented(tmp_path):
-    """Writes ``experiments/doctor/results.json``: what was planted, what the doctor says, and tau under both wirings."""
+    """Writes ``experiments/doctor/results.json``: what was planted, what was said, tau as declared and as planted.
+
+    A fault whose true wiring gains less tau than the doctor asks for makes no difference to find: it may go unnamed.
+    """
     target = FrozenTarget.load("bundled")
     conversations = answered(target)
     table = []
 
     def note(variant: str, fault: str, drafter) -> None:
         found = diagnosis_of(drafter, conversations)
+        true = {one.hypothesis.name: one.tau for one in found.findings}.get(fault, found.declared.tau)
         row = {"variant": variant, "planted": fault, "named": named(found), "tau": round(found.declared.tau, 3)}
-        row |= {"tau_rewired": round(found.best.tau, 3), "sureness": found.sureness}
+        row |= {"tau_as_planted": round(true, 3), "sureness": found.sureness}
         table.append(row | {"rivals": [one.hypothesis.name for one in found.rivals]})
         print(row, flush=True)
 
@@ -45,11 +50,13 @@ def test_nine_of_ten_planted_faults_are_named_and_none_is_invented(tmp_path):
             note(variant, fault, load(tmp_path / f"{variant}-{fault}", target))
         for fault in REARRANGED.get(variant, ()):
             note(variant, fault, rearrange(load(tmp_path / f"{variant}-declared", target), fault))
+    for row in table:
+        felt = row["planted"] == "other_target" or row["tau_as_planted"] - row["tau"] >= MARGIN
+        row["right"] = row["named"] == row["planted"] if felt else row["named"] in ("as_declared", row["planted"])
+        row["felt"] = felt
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(json.dumps(table, indent=1) + "\n")
-    right = [row["named"] == (row["planted"] if row["planted"] != "declared" else "as_declared") for row in table]
-    assert all(ok for ok, row in zip(right, table, strict=True) if row["planted"] == "declared")
-    # a fault that costs less tau than the doctor asks for is none to be found
-    felt = [ok for ok, row in zip(right, table, strict=True) if row["tau_rewired"] - row["tau"] >= 0.05 or not ok]
-    assert sum(right) >= 0.9 * len(right), [row for ok, row in zip(right, table, strict=True) if not ok]
-    assert len(felt) >= 15
+    assert all(row["right"] for row in table if not row["felt"]), "a fault was invented"
+    felt = [row for row in table if row["felt"]]
+    assert len(felt) >= 20
+    assert sum(row["right"] for row in felt) >= 0.9 * len(felt), [row for row in felt if not row["right"]]
