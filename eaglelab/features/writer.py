@@ -142,11 +142,11 @@ class StoreWriter:
         mine = shards[self.rank :: self.world_size]
         own = {shard.file for shard in mine} | {f"{shard.file}{DIGEST}" for shard in mine}
         files.remove_unfinished(self.out, own if self.world_size > 1 else None)
-        if self.rank == 0:
-            self._write_plan()
         found = [shard for shard in mine if self._is_whole(shard)]
         todo = [shard for shard in mine if shard not in found]
         self._require_space(todo)
+        if self.rank == 0:
+            self._write_plan()
         tokens, began = 0, time.perf_counter()
         hidden = {None: self.rank > 0 or None, True: False, False: True}[show_progress]
         total, done = (sum(self._tokens(shard) for shard in some) for some in (mine, found))
