@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 WIDTH = 100
+PAIRS_ABREAST = 3
 
 
 def comparison_table(results: Mapping[str, Any]) -> str:
@@ -57,33 +58,54 @@ def _suite(suite: str, rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _contrasts(suite: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    lines = [f"{suite}: paired differences; p by swapping question by question, Holm-corrected", "-" * WIDTH]
-    width = max(len(f"{row['one']} - {row['other']}") for row in rows) + 2
-    lines.append(
-        f"{'':<10}{'tree':<10}{'T':>4}{'batch':>7}  {'':<{width}}{'difference':>11}{'interval':>18}{'p':>8}  verdict"
-    )
-    for measure in dict.fromkeys(row["measure"] for row in rows):
-        label = {"tau": "tau", "speedup": "speed-up"}.get(measure, measure)
-        for row in _worth_showing([row for row in rows if row["measure"] == measure]):
-            ends = _ends(row, "difference", sign="+")
-            pair = f"{row['one']} - {row['other']}"
-            lines.append(
-                f"{label:<10}{row['tree'][:10]:<10}{row['temperature']:>4g}{row['batch']:>7}  {pair:<{width}}"
-                f"{_number(row['difference'], sign='+'):>11}{ends:>18}{_number(row['p_holm'], 3):>8}  {row['verdict']}"
-            )
-            label = ""
-    return "\n".join(lines)
+    """A line per place, a column per pair; more pairs than fit go below."""
+    title = f"{suite}: paired differences; * differs, else no difference shown (interval and corrected p)"
+    lines = [title, "-" * WIDTH]
+    pairs = list(dict.fromkeys((row["one"], row["other"]) for row in rows))
+    for first in range(0, len(pairs), PAIRS_ABREAST):
+        abreast = pairs[first : first + PAIRS_ABREAST]
+        lines.append(f"{'':<9}{'tree':<10}{'T':>3}{'batch':>6}" + "".join(f"  {_pair(pair):<23}" for pair in abreast))
+        for measure in dict.fromkeys(row["measure"] for row in rows):
+            label = {"tau": "tau", "speedup": "speed-up"}.get(measure, measure)
+            for place, by_pair in _places([row for row in rows if row["measure"] == measure]).items():
+                tree, temperature, batch = place
+                found = [by_pair.get(pair) for pair in abreast]
+                lines.append(
+                    f"{label:<9}{tree[:10]:<10}{temperature:>3g}{batch:>6}"
+                    + "".join(f"  {_shown(row):<23}" for row in found)
+                )
+                label = ""
+    return "\n".join(line.rstrip() for line in lines)
 
 
-def _worth_showing(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """tau once per tree and temperature where the batch changes nothing: the answers are the same."""
-    seen: set[tuple[Any, ...]] = set()
-    kept = []
+def _pair(pair: tuple[str, str]) -> str:
+    return f"{pair[0]} - {pair[1]}"[:23]
+
+
+def _shown(row: Mapping[str, Any] | None) -> str:
+    if row is None or row["difference"] is None:
+        return "-"
+    mark = "*" if row["verdict"] in ("higher", "lower") else ""
+    return f"{row['difference']:+.2f} {_ends(row, 'difference', sign='+')}{mark}"
+
+
+def _places(
+    rows: Sequence[Mapping[str, Any]],
+) -> dict[tuple[str, float, Any], dict[tuple[str, str], Mapping[str, Any]]]:
+    """(tree, temperature, batch) -> pair -> contrast. tau stands once, with batch `all`, where the batch changes
+    nothing: the answers are the same."""
+    places: dict[tuple[str, float, Any], dict[tuple[str, str], Mapping[str, Any]]] = {}
     for row in rows:
-        key = (row["measure"], row["tree"], row["temperature"], row["one"], row["other"], row["difference"])
-        if row["measure"] != "tau" or key not in seen:
-            kept.append(row)
-        seen.add(key)
+        place = (row["tree"], row["temperature"], row["batch"])
+        places.setdefault(place, {})[row["one"], row["other"]] = row
+    if not rows or rows[0]["measure"] != "tau":
+        return places
+    kept: dict[tuple[str, float, Any], dict[tuple[str, str], Mapping[str, Any]]] = {}
+    for tree, temperature in dict.fromkeys(place[:2] for place in places):
+        here = {place: pairs for place, pairs in places.items() if place[:2] == (tree, temperature)}
+        taus = {tuple(row["difference"] for row in pairs.values()) for pairs in here.values()}
+        first = next(iter(here.values()))
+        kept |= {(tree, temperature, "all"): first} if len(here) > 1 and len(taus) == 1 else here
     return kept
 
 
