@@ -85,7 +85,7 @@ def contrast_table(comparison: Comparison) -> Table:
     )
     before = None
     for row in _informative(comparison.results.get("contrasts", [])):
-        place = (row["measure"], row["suite"])
+        place = tuple(row[key] for key in ("measure", "suite", "tree", "temperature", "batch"))
         table.add(
             [
                 {"speedup": "speed-up"}.get(row["measure"], row["measure"]),
