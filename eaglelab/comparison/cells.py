@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -190,9 +191,14 @@ class CellStore:
         )
         tree, prompts = plan.tree(cell.tree), cell.suite.prompts
         brief = dataclasses.replace(settings, max_new_tokens=min(8, plan.max_new_tokens))
-        warmed = evaluate(target, drafter, tree, prompts[: cell.batch], brief)
-        result = evaluate(target, drafter, tree, prompts, settings, on_record=keep)
-        if warmed.partial or result.partial:
+        with contextlib.suppress(ValueError):  # these prompts are too long; others may fit
+            if evaluate(target, drafter, tree, prompts[: cell.batch], brief).partial:
+                raise Interrupted
+        try:
+            result = evaluate(target, drafter, tree, prompts, settings, on_record=keep)
+        except ValueError as error:
+            raise ValueError(f"suite {cell.suite.name}: {error}") from error
+        if result.partial:
             raise Interrupted
         return result.to_dict()
 

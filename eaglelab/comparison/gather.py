@@ -14,8 +14,6 @@ from eaglelab.comparison.plan import Plan
 from eaglelab.comparison.record import Record
 from eaglelab.comparison.results import cell_row, contrasts, summary_rows
 
-FEW = 0.01  # a smallest p above this leaves a corrected test without a chance
-
 
 def put_together(
     plan: Plan, record: Record, runs: Sequence[Run], figures: Sequence[Mapping[str, Any]]
@@ -96,10 +94,6 @@ def notes(plan: Plan, runs: Sequence[Run], rows: Sequence[Mapping[str, Any]]) ->
     if plan.recipes and plan.budget.unit == "seconds":
         found.append("steps come from a timed calibration on this machine; budget.unit=steps repeats them elsewhere")
     for suite in dict.fromkeys(row["suite"] for row in rows):
-        prompts = min(row["prompts"] - row["skipped"] for row in rows if row["suite"] == suite)
-        if len(plan.names) > 1 and 2 ** (1 - prompts) > FEW:
-            least = f"{2.0 ** (1 - prompts):.2g}"
-            found.append(f"{suite}: {prompts} questions are too few for a test, its p cannot fall below {least}")
         skipped = max(row["skipped"] for row in rows if row["suite"] == suite)
         if skipped:
             found.append(f"{suite}: {skipped} questions are longer than the target's context and were skipped")

@@ -75,6 +75,10 @@ def _contrasts(suite: str, rows: Sequence[Mapping[str, Any]]) -> str:
                     + "".join(f"  {_shown(row):<23}" for row in found)
                 )
                 label = ""
+    prompts, tests = min((row["prompts"], row["tests"]) for row in rows)
+    if (least := min(1.0, tests * 2.0 ** (1 - prompts))) > 0.05:
+        of = "1 test" if tests == 1 else f"{tests} tests"
+        lines.append(f"{prompts} questions and {of} leave no corrected p below {least:.2g}: too few to show anything")
     return "\n".join(line.rstrip() for line in lines)
 
 

@@ -175,6 +175,20 @@ def test_given_runs_take_part_with_their_seeds(plan, tmp_path):
     assert again == results
 
 
+def test_questions_longer_than_the_context_are_skipped_and_told(plan, tmp_path):
+    path = tmp_path / "mixed.jsonl"
+    turns = ["long " * 600, "What is 2 + 2?", "What is 3 + 3?"]
+    path.write_text("\n".join(json.dumps({"question_id": n, "turns": [turn]}) for n, turn in enumerate(turns)))
+    asked = plan(variants=["eagle"], suites=[str(path)])
+    results = compare(asked, compose_training)
+    (row,) = results["rows"]
+    assert (row["suite"], row["prompts"], row["skipped"], row["answers"]) == ("mixed", 3, 1, 2)
+    assert "mixed: 1 questions are longer" in " ".join(results["notes"])
+    path.write_text(json.dumps({"question_id": 0, "turns": turns[:1]}))
+    with pytest.raises(ValueError, match="suite mixed: no prompt left room"):
+        compare(asked, compose_training)
+
+
 def test_a_folder_has_one_process_at_a_time(plan):
     from eaglelab.comparison.compare import locked
 

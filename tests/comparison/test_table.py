@@ -23,6 +23,8 @@ def contrast(one, other, difference, verdict="no difference shown", measure="tau
         "difference": difference,
         **ends,
         "verdict": verdict,
+        "prompts": 4,
+        "tests": 1,
     }
 
 
@@ -67,7 +69,7 @@ def test_tau_stands_once_where_the_batch_changes_nothing(second, lines):
     rows += [contrast("b", "a", 0.5, measure="speedup", batch=batch) for batch in (1, 8)]
     text = comparison_table(results([summary(name, batch=batch) for batch in (1, 8) for name in "ab"], rows))
     table = text[text.index("paired") :].splitlines()[3:]
-    assert len(table) == lines + 2
+    assert len(table) == lines + 2 + 1  # and a line about four questions
     assert ("all" in table[0]) == (lines == 1)
 
 
@@ -78,6 +80,15 @@ def test_more_pairs_than_fit_go_below():
     assert sum(line.startswith("tau ") for line in text.splitlines()) == 2
     for row in rows:
         assert f"{row['one']} - {row['other']}" in text
+
+
+def test_too_few_questions_for_a_test_are_told():
+    """Four questions can be swapped in 16 ways, two of which are the extreme ones."""
+    rows = [contrast("b", "a", 0.5)]
+    said = "4 questions and 1 test leave no corrected p below 0.12"
+    assert said in comparison_table(results([summary(name) for name in "ab"], rows))
+    rows[0]["prompts"] = 12
+    assert "leave no corrected p" not in comparison_table(results([summary(name) for name in "ab"], rows))
 
 
 def test_sampled_trees_and_missing_numbers_are_told():
