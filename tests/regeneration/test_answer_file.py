@@ -121,6 +121,27 @@ def test_a_job_killed_at_any_byte_ends_like_an_uninterrupted_one(out, tmp_path, 
             assert len(again.asked) <= len(PROMPTS) - kept_by_kill + 1, "only the lost row, and what failed, again"
 
 
+def test_a_half_written_row_is_gone_before_anything_is_appended(out, tmp_path):
+    job(tmp_path / "whole" / "answers.jsonl")
+    job(out, Script(stop=3))
+    for turn in range(2):
+        out.write_bytes(out.read_bytes()[:-9])
+        assert job(out, Script(order=turn, stop=2)).interrupted
+    job(out)
+    assert contents(out) == contents(tmp_path / "whole" / "answers.jsonl")
+
+
+def test_what_failed_and_was_answered_later_is_answered(out):
+    """Also where the later job was interrupted, so that both rows are still there."""
+    job(out)
+    assert job(out, Script(well=("p3",), stop=1), asked=[*PROMPTS, *prompts("", *["ends"] * 9)[8:]]).interrupted
+    assert "p3" in out.read_text() and "p3" in out.with_name("answers.jsonl.left_out").read_text()
+    again = Script()
+    job(out, again)
+    assert again.asked == []
+    assert [row["id"] for row in rows(out)][:4] == ["p0", "p2", "p3", "p4"]
+
+
 def test_many_interruptions(out, tmp_path):
     job(out)
     expected = contents(out)

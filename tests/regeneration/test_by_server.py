@@ -2,6 +2,7 @@
 
 import json
 import random
+import signal
 import socket
 import threading
 import time
@@ -191,7 +192,7 @@ def test_a_key_that_stops_working_ends_the_job_and_keeps_the_rows(stub, out):
     assert [row["id"] for row in rows(out)] == ["p0", "p1", "p2", "p3"]
 
 
-@pytest.mark.parametrize("last", [1, 4, 7])
+@pytest.mark.parametrize("last", [1, 3, 5])
 def test_interrupted_and_resumed(stub, tmp_path, last):
     job(tmp_path / "whole" / "answers.jsonl", stub)
     path = tmp_path / "cut" / "answers.jsonl"
@@ -207,18 +208,19 @@ def test_interrupted_and_resumed(stub, tmp_path, last):
             ended(one)
             count += 1
             if count == last:
-                raise KeyboardInterrupt
+                signal.raise_signal(signal.SIGINT)
 
         watcher.ended = watched
         answer(asked, done, watcher)
 
     stopping.answer = stopped
     assert regenerate(stopping, PROMPTS, path, progress=False).interrupted
-    assert len(rows(path)) == last
+    there = len(rows(path))
+    assert last <= there < len(PROMPTS)
     stub.requests.clear()
     job(path, stub)
     assert contents(path) == contents(tmp_path / "whole" / "answers.jsonl")
-    assert len({body["messages"][0]["content"] for body in stub.requests}) == len(PROMPTS) - last
+    assert len({body["messages"][0]["content"] for body in stub.requests}) == len(PROMPTS) - there
 
 
 def test_the_same_model_on_another_host_continues_and_another_model_does_not(stub, out):

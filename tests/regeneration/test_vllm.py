@@ -6,6 +6,7 @@ EAGLELAB_SMOLLM2 a .gguf file or a folder of SmolLM2-135M-Instruct.
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import time
@@ -24,9 +25,7 @@ NEEDED = ("EAGLELAB_VLLM_PYTHON", "EAGLELAB_SMOLLM2")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(3000),
-    pytest.mark.skipif(
-        any(name not in os.environ for name in NEEDED), reason=f"{NEEDED} are not both set"
-    ),
+    pytest.mark.skipif(any(name not in os.environ for name in NEEDED), reason=f"{NEEDED} are not both set"),
 ]
 TOKENS = 40
 CONTEXT = 512
@@ -147,7 +146,7 @@ def test_interrupted_and_resumed(url, tmp_path):
             ended(one)
             count += 1
             if count == 5:
-                raise KeyboardInterrupt
+                signal.raise_signal(signal.SIGINT)
 
         watcher.ended = watched
         answer(prompts, done, watcher)
@@ -155,7 +154,7 @@ def test_interrupted_and_resumed(url, tmp_path):
     stopping.answer = stopped
     assert regenerate(stopping, asked, out, keep="all", progress=False).interrupted
     first = rows(out)
-    assert len(first) == 5
+    assert 5 <= len(first) < len(asked)
     regenerate(source(url, sampling), asked, out, keep="all", progress=False)
     both = rows(out)
     assert list(both) == [prompt.id for prompt in asked]
