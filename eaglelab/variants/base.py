@@ -279,6 +279,7 @@ class DraftingModule(L.LightningModule, ABC):
         self.log_dict(
             {
                 "train/lr": schedule.get_last_lr()[0],
+                "train/seconds": self.seconds,
                 "train/target_seconds": self._target_seconds,
                 "train/supervised_rows": float(self.supervised_rows),
                 "train/skipped_batches": float(self.skipped_batches),

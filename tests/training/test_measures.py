@@ -53,7 +53,7 @@ def build(name, accumulate=1, lr=1e-3):
 
 def measured(fit) -> dict[str, float]:
     """Row means of the last optimizer step."""
-    other = ("lr", "target_seconds")
+    other = ("lr", "seconds", "target_seconds")
     return {
         name: float(value)
         for name, value in fit.callback_metrics.items()
@@ -117,14 +117,15 @@ def test_everything_observable_is_logged(name):
     by_step = ["regression", "distillation", "accuracy", "recall@5"]
     by_step += {"eagle": [], "hass": ["top_k"], "eagle3": ["argmax_coverage", "state_norm"]}[name]
     expected = {f"train/{what}{step}" for what in by_step for step in BY_STEP[name]}
-    expected |= {f"train/{what}" for what in ("loss", "lr", "target_seconds", "supervised_rows", "skipped_batches")}
+    expected |= {f"train/{what}" for what in ("loss", "lr", "supervised_rows", "skipped_batches")}
+    expected |= {"train/seconds", "train/target_seconds"}
     expected |= {
         f"val/{what}@{depth}"
         for what in ("prefix", "hit", "feature_error", "norm", "drift")
         for depth in range(1, module.chain.depth + 1)
     }
     assert logged == expected | {"val/tau"}
-    assert fit.callback_metrics["train/target_seconds"] > 0
+    assert fit.callback_metrics["train/seconds"] > fit.callback_metrics["train/target_seconds"] > 0
     assert fit.callback_metrics["train/supervised_rows"] == 2 * make_batch(((14, 9),)).supervised
 
 
