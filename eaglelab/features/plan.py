@@ -6,7 +6,7 @@ manifest.json                what the features mean
 store.json                   this plan
 train.rows.safetensors       tokens, answers, segments and rows of a split
 train-00000.safetensors      features of a shard's rows, in order, one tensor per stored part, [tokens, n]
-train-00000.safetensors.sha256   its digest; a shard without it is unfinished
+train-00000.safetensors.xxh128   its digest; a shard without it is unfinished
 index.json                   size and digest of every file; a store without it is unfinished
 """
 
@@ -30,7 +30,7 @@ FORMAT = 1
 PLAN = "store.json"
 MANIFEST = "manifest.json"
 INDEX = "index.json"
-DIGEST = ".sha256"
+DIGEST = ".xxh128"
 SPLITS = ("train", "val")
 
 ROW_SETTINGS = (

@@ -71,8 +71,8 @@ class FeatureStore:
     def _check_content(self, name: str) -> None:
         if name not in self._entries:
             raise ValueError(f"{self.path / INDEX} does not list {name}; {REPAIR}")
-        if files.digest_of(self.path / name) != self._entries[name].get("sha256"):
-            raise ValueError(f"{self.path / name} is damaged (its sha256 is not the recorded one); {REPAIR}")
+        if files.digest_of(self.path / name) != self._entries[name].get("xxh128"):
+            raise ValueError(f"{self.path / name} is damaged (its digest is not the recorded one); {REPAIR}")
 
     def require(self, target: FrozenTarget, taps: Sequence[Tap]) -> None:
         """Refuse the store of another target, address, type or norm; from now on read what ``taps`` need.

@@ -6,7 +6,6 @@ Letters: B sequences, S tokens, T tokens of a shard, d hidden width, N rows.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import logging
 import time
@@ -154,7 +153,7 @@ class StoreWriter:
             for shard in todo:
                 content = save(self._compute(shard, bar))
                 files.put(self.out / shard.file, content)
-                digest = hashlib.sha256(content).hexdigest()
+                digest = files.digest(content)
                 files.put(self.out / f"{shard.file}{DIGEST}", f"{digest}  {shard.file}\n".encode())
                 tokens += self._tokens(shard)
         seconds = time.perf_counter() - began
@@ -250,7 +249,7 @@ class StoreWriter:
         digests = {name: read_digest(self.out / f"{name}{DIGEST}") for name in shards}
         digests |= {name: files.digest_of(self.out / name) for name in small}
         entries = {
-            name: {"bytes": (self.out / name).stat().st_size, "sha256": digest} for name, digest in digests.items()
+            name: {"bytes": (self.out / name).stat().st_size, "xxh128": digest} for name, digest in digests.items()
         }
         content = json.dumps({"format": FORMAT, "files": entries}, indent=1, sort_keys=True) + "\n"
         path = self.out / INDEX
@@ -285,6 +284,6 @@ def row_tokens(rows: PackedRows) -> Any:
 
 
 def read_digest(note: Path) -> str:
-    """The digest in a file as ``sha256sum`` writes it; empty for anything else."""
+    """The digest in a file as ``xxh128sum`` writes it; empty for anything else."""
     words = note.read_text(encoding="utf-8", errors="replace").split()
     return words[0] if len(words) == 2 else ""

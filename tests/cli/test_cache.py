@@ -65,7 +65,7 @@ def test_verify_agrees_and_finds_a_change(cached, tmp_path):
     for name in [name for name in index["files"] if name.endswith(".safetensors") and "rows" not in name]:
         tensors = load_file(changed / name)
         save_file({key: part.roll(1, 0).contiguous() for key, part in tensors.items()}, changed / name)
-        index["files"][name] = {"bytes": (changed / name).stat().st_size, "sha256": files.digest_of(changed / name)}
+        index["files"][name] = {"bytes": (changed / name).stat().st_size, "xxh128": files.digest_of(changed / name)}
     (changed / "index.json").write_text(json.dumps(index))
     done = run("cache", "verify", "store=changed", "rows=3", cwd=tmp_path, check=False)
     assert done.returncode == 1 and "differs from the target in" in done.stderr

@@ -118,7 +118,7 @@ def test_streams_that_are_not_stored_are_refused(store, deep_target):
 
 
 def files_of(path) -> list[str]:
-    return sorted(file.name for file in path.iterdir() if not file.name.endswith(".sha256"))
+    return sorted(file.name for file in path.iterdir() if not file.name.endswith(".xxh128"))
 
 
 def test_a_flipped_byte_is_noticed_in_every_file_and_named(store, tmp_path):

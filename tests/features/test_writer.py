@@ -59,7 +59,7 @@ def test_a_store_killed_at_any_moment_continues_to_the_same_bytes(writer, tmp_pa
     shards = sum(name.endswith(".safetensors") and "rows" not in name for name in whole)
     assert shards >= 4 and len(moments) > 6 * shards
     for number, killed in enumerate(moments):
-        finished = sum(path.name.endswith(".sha256") for path in killed.glob("*.sha256"))
+        finished = sum(path.name.endswith(".xxh128") for path in killed.glob("*.xxh128"))
         done = writer(killed).write(show_progress=False)
         assert contents_of(killed) == whole, f"killed before call {number}"
         assert done.found == finished and done.written == shards - finished  # at most the unfinished one is lost
