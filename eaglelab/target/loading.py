@@ -184,7 +184,7 @@ def load(
     if place.folder is None or str(place.folder) != place.name:  # from the hub: note the commit
         folder = place.folder or _snapshot_folder(place)
         place = replace(place, folder=folder, revision=folder.name if folder else place.revision)
-    return model, _load_tokenizer(place, common), place
+    return model, load_tokenizer(place, common), place
 
 
 def _refuse_missing(source: str | Path, info: dict[str, Any]) -> None:
@@ -216,7 +216,15 @@ def _snapshot_folder(place: Location) -> Path | None:
     return Path(cached).parent if isinstance(cached, str) else None
 
 
-def _load_tokenizer(place: Location, common: dict[str, Any]) -> Any:
+def load_tokenizer(place: Location, common: dict[str, Any]) -> Any:
+    """The tokenizer of a checkpoint; None if it has none.
+
+    Args:
+        common: further arguments of the library's ``from_pretrained``.
+
+    Raises:
+        ValueError: a folder's tokenizer cannot be loaded.
+    """
     from transformers import AutoTokenizer
 
     local_folder = place.folder is not None and str(place.folder) == place.name

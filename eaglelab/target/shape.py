@@ -18,7 +18,7 @@ from transformers import PretrainedConfig
 from eaglelab import assets
 from eaglelab.target.decoder import find_wiring
 from eaglelab.target.experts import count_experts, is_expert_block
-from eaglelab.target.loading import locate
+from eaglelab.target.loading import load_tokenizer, locate
 from eaglelab.target.masks import MaskRule
 
 
@@ -102,14 +102,14 @@ class TargetShape:
         )
 
 
-def read_config(
+def read_description(
     source: str | Path,
     *,
     revision: str | None = None,
     trust_remote_code: bool = False,
     gguf_file: str | None = None,
-) -> PretrainedConfig:
-    """The config of a target: folder, hub id, ``.gguf`` file or ``"bundled"``; its weights are not read.
+) -> tuple[PretrainedConfig, Any]:
+    """Config and tokenizer (None if there is none) of a target: folder, hub id, ``.gguf`` file or ``"bundled"``.
 
     Raises:
         ValueError: nothing there, or no config in it.
@@ -123,14 +123,13 @@ def read_config(
         "local_files_only": place.offline,
         "gguf_file": place.gguf_file,
     }
+    settings = {name: value for name, value in settings.items() if value is not None}
     try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(
-            place.name, **{name: value for name, value in settings.items() if value is not None}
-        )
+        config: PretrainedConfig = AutoConfig.from_pretrained(place.name, **settings)
     except Exception as error:
         cause = str(error).strip().splitlines()
         raise ValueError(f"the config of target {source} cannot be read: {cause[0] if cause else error!r}") from error
-    return config
+    return config, load_tokenizer(place, settings)
 
 
 def _active(layer: nn.Module, config: Any) -> float:

@@ -30,11 +30,13 @@ class Numerics:
         target: bytes of the target's weights and features.
         fused_norms: norms keep their input only. The composite kernel of the CPU, and of a bf16 input with fp32 weights
             on any device, keeps the normed values too.
+        written_out: attention to own keys writes the scores of a block of rows out, as on every device but a CPU.
     """
 
     activation: int = 4
     target: int = 4
     fused_norms: bool = False
+    written_out: bool = False
 
     @property
     def mixed(self) -> bool:

@@ -34,7 +34,8 @@ class Shape:
 
     Attributes:
         hidden_size, intermediate_size, num_layers, num_heads, vocab_size: of the target (and so of the drafter).
-        batch, length: sequences, and tokens of each; one segment per sequence, the second half is the answer.
+        batch, length: sequences, and tokens of each.
+        segments: conversations of equal length packed in a sequence; the second half of each is the answer.
     """
 
     hidden_size: int = 192
@@ -44,6 +45,7 @@ class Shape:
     vocab_size: int = 2048
     batch: int = 4
     length: int = 512
+    segments: int = 1
 
     def target(self) -> FrozenTarget:
         from transformers import LlamaConfig, LlamaForCausalLM
@@ -65,8 +67,10 @@ class Shape:
         B, S = self.batch, length or self.length
         tokens_BS = torch.randint(self.vocab_size, (B, S), generator=torch.Generator().manual_seed(0))
         valid_BS = torch.ones(B, S, dtype=torch.bool)
-        segment_BS, position_BS = torch.zeros_like(tokens_BS), torch.arange(S).expand(B, S)
-        answer_BS = position_BS >= S // 2
+        each = max(S // self.segments, 4)
+        index_BS = torch.arange(S).expand(B, S)
+        segment_BS, position_BS = index_BS // each, index_BS % each
+        answer_BS = position_BS >= each // 2
         rows = compile_rows(valid_BS, segment_BS, position_BS, answer_BS)
         return Batch(tokens_BS, valid_BS, segment_BS, position_BS, answer_BS, rows)
 

@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from eaglelab.drafters import DrafterConfig
+from eaglelab.drafters.native import SCORES
 from eaglelab.target.shape import TargetShape
 from eaglelab.target.unpacking import MASKED_LENGTH
 from eaglelab.training.activations import WIDE, Numerics, kept
@@ -92,7 +93,11 @@ def step_memory(
 
     def moment(rollout: Rollout) -> tuple[int, int, int]:
         held = _features(drafter, rollout, load, numerics)
-        peak = max(_chunk(target, drafter, rollout, load, numerics), _backward(drafter, rollout, load, numerics))
+        peak = max(
+            _chunk(target, drafter, rollout, load, numerics),
+            _backward(drafter, rollout, load, numerics),
+            _block(drafter, rollout, load, numerics),
+        )
         return held, kept(drafter, rollout, load, numerics).total(), peak
 
     features, saved, chunk = max((moment(one) for one in kinds), key=sum)
@@ -192,3 +197,12 @@ def _backward(drafter: DrafterConfig, rollout: Rollout, load: Load, numerics: Nu
     released = load.loss_rows * drafter.hidden_size * (numerics.activation + (0 if rollout.own_head else 2 * WIDE))
     wide = 2 * drafter.intermediate_size + 2 * drafter.hidden_size
     return max(load.row_slots * wide * numerics.activation - released, 0)
+
+
+def _block(drafter: DrafterConfig, rollout: Rollout, load: Load, numerics: Numerics) -> int:
+    """Scores, weights and their gradients of one block of rows, in the backward of attention."""
+    if not numerics.written_out or rollout.steps == 1:
+        return 0
+    entries = load.sequences * drafter.num_attention_heads * load.rows_each
+    rows = min(max(SCORES // entries, 16), MASKED_LENGTH, load.rows_each)
+    return entries * rows * (2 * WIDE + 2 * numerics.activation)
