@@ -122,12 +122,13 @@ def test_a_job_killed_at_any_byte_ends_like_an_uninterrupted_one(out, tmp_path, 
 
 
 def test_a_half_written_row_is_gone_before_anything_is_appended(out, tmp_path):
-    job(tmp_path / "whole" / "answers.jsonl")
-    job(out, Script(stop=3))
+    asked = prompts(*["ends"] * 12)
+    job(tmp_path / "whole" / "answers.jsonl", asked=asked)
+    job(out, Script(stop=3), asked)
     for turn in range(2):
         out.write_bytes(out.read_bytes()[:-9])
-        assert job(out, Script(order=turn, stop=2)).interrupted
-    job(out)
+        assert job(out, Script(order=turn, stop=3), asked).interrupted
+    job(out, asked=asked)
     assert contents(out) == contents(tmp_path / "whole" / "answers.jsonl")
 
 
