@@ -8,6 +8,8 @@ import re
 import time
 from pathlib import Path
 
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 import eaglelab
@@ -38,6 +40,18 @@ def register_resolvers() -> None:
     OmegaConf.register_new_resolver("eaglelab.bundled_data", bundled_data, replace=True)
     OmegaConf.register_new_resolver("eaglelab.started", _started, use_cache=True, replace=True)
     OmegaConf.register_new_resolver("eaglelab.folder_name", _folder_name, replace=True)
+
+
+def require_multirun() -> None:
+    """A grid was chosen with ``sweep=``, so Hydra must have been asked to run it.
+
+    Raises:
+        ValueError: it was not; a single point would run, and not even one of the grid's.
+    """
+    hydra = HydraConfig.get()
+    name = hydra.runtime.choices.get("sweep")
+    if name is not None and hydra.mode != RunMode.MULTIRUN:
+        raise ValueError(f"sweep={name} is a grid of runs; add -m to run it, or leave sweep= out")
 
 
 def _started(form: str) -> str:

@@ -7,7 +7,7 @@ import time
 import hydra
 from omegaconf import DictConfig
 
-from eaglelab.cli.config import config_dir, register_resolvers
+from eaglelab.cli.config import config_dir, register_resolvers, require_multirun
 from eaglelab.cli.decoding import prompts_of, sampling_of, telemetry_of
 from eaglelab.cli.errors import friendly
 from eaglelab.cli.quiet import quiet_libraries
@@ -23,6 +23,7 @@ def main(config: DictConfig) -> float | None:
     from eaglelab.evaluation import Settings, evaluate, table, telemetry_table
     from eaglelab.training import RunFolder
 
+    require_multirun()
     quiet_libraries()
     folder = RunFolder.existing(config.run)
     tree = make_tree(**config.tree)

@@ -9,7 +9,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from eaglelab.cli.config import config_dir, register_resolvers
+from eaglelab.cli.config import config_dir, register_resolvers, require_multirun
 from eaglelab.cli.errors import friendly
 from eaglelab.cli.quiet import quiet_libraries
 
@@ -26,6 +26,7 @@ def main(config: DictConfig) -> float | None:
     from eaglelab.training import train  # heavy imports after Hydra has answered --help and typos
     from eaglelab.training.loggers import finish_wandb
 
+    require_multirun()
     quiet_libraries()
     try:
         result = train(config, config.run_dir)

@@ -35,7 +35,7 @@ def run(verb: str, *arguments: str, cwd: Path, check: bool = True) -> subprocess
     """The same in this process, which saves the seconds that the imports take."""
     out, err = io.StringIO(), io.StringIO()
     code = 0
-    with _as_if_alone(), contextlib.chdir(cwd), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    with as_if_alone(), contextlib.chdir(cwd), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             main([verb, *arguments])
         except SystemExit as end:
@@ -50,7 +50,7 @@ def _checked(done: subprocess.CompletedProcess, check: bool) -> subprocess.Compl
 
 
 @contextlib.contextmanager
-def _as_if_alone() -> Iterator[None]:
+def as_if_alone() -> Iterator[None]:
     """Give back what a command changes for its whole process."""
     argv, module, environment = sys.argv, sys.modules["__main__"], dict(os.environ)
     spec, root = getattr(module, "__spec__", None), logging.getLogger()

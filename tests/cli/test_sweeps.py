@@ -191,6 +191,23 @@ def test_long_and_odd_overrides_make_a_folder_name():
     assert name != other
 
 
+@pytest.mark.parametrize(
+    ("verb", "arguments", "message"),
+    [
+        ("train", ["sweep=noise"], "add -m"),
+        ("evaluate", ["sweep=tree", "run=x"], "add -m"),
+        ("train", ["-m", "sweep=nois"], "Could not find 'sweep/nois'"),
+        ("train", ["-m", "sweep=tree"], "tree"),
+        ("train", ["-m", "sweep=noise", "variant.noise=loud", "variant.noise_scale=0.1", "seed=0"], "noise law 'loud'"),
+    ],
+)
+def test_wrong_sweeps_end_in_one_message(verb, arguments, message, tmp_path):
+    done = run(verb, *arguments, *(TINY if message.startswith("noise") else []), cwd=tmp_path, check=False)
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_seeds_are_pooled_and_the_best_point_is_first():
     measured = {"tau": None, "steps": 2, "rows": 10, "seconds": 1.0}
     taus = {("a", "0"): 2.0, ("a", "1"): 3.0, ("b", "0"): 4.0, ("b", "1"): 1.5}
