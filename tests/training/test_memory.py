@@ -1,5 +1,6 @@
 """Memory from shapes against what a real step saves, and against the measured peak of the process."""
 
+import dataclasses
 import weakref
 from contextlib import nullcontext
 from typing import Any
@@ -10,9 +11,11 @@ import torch
 from eaglelab.data.batch import Batch
 from eaglelab.data.rows import compile_rows
 from eaglelab.drafters import RolloutContext
+from eaglelab.target.shape import TargetShape
 from eaglelab.training.activations import Numerics, kept
-from eaglelab.training.cost import Shape
+from eaglelab.training.cost import Shape, _in_fresh_process, _measure_peak, _return_freed_blocks
 from eaglelab.training.flops import Load
+from eaglelab.training.memory import Memory, Placement, drafter_parameters, step_memory
 from eaglelab.variants import DraftingModule, OptimConfig, View
 from eaglelab.variants.rollout import rollouts
 from tests.training.test_flops import SHAPE, WIDE, build, cases
@@ -82,3 +85,77 @@ def test_kept_bytes_are_those_that_autograd_saves(variant: str, settings: dict[s
     mask = RolloutContext(batch.rows)._mask(torch.bfloat16 if mixed else torch.float32)
     assert ours.pop("mask") == (0 if mask is None else mask.nbytes)
     assert ours.total() == pytest.approx(saved_bytes(module, batch, mixed), rel=0.02)
+
+
+MEBIBYTE = 2**20
+SMALL_VOCABULARY = Shape(128, 512, num_layers=7, num_heads=4, vocab_size=512, batch=4, length=2048)
+LARGE_VOCABULARY = Shape(256, 768, num_layers=7, num_heads=4, vocab_size=32768, batch=1, length=2048)
+MEASURED = [
+    ("eagle", {}),
+    ("hass", {}),
+    ("hass", {"detach": False}),
+    ("eagle3", {}),
+    ("eagle3", {"steps": 3, "draft_vocab_size": 512}),
+]
+
+
+def planned(module: DraftingModule, shape: Shape, optim: OptimConfig) -> Memory:
+    batch, target = shape.make_batch(), TargetShape.of_model(module.target.model)
+    kinds = rollouts(module.contract)
+    return step_memory(target, module.drafter_config, kinds, load_of(batch, shape), optim, Numerics())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    "shape", [Shape(), SMALL_VOCABULARY, LARGE_VOCABULARY], ids=["default", "small vocabulary", "large vocabulary"]
+)
+@pytest.mark.parametrize(("variant", "settings"), MEASURED, ids=lambda x: str(x))
+def test_planned_peak_is_the_measured_one(variant: str, settings: dict[str, Any], shape: Shape):
+    """Without what was resident before the step: weights and optimizer state."""
+    settings = dict(settings)
+    if "draft_vocab_size" in settings:
+        settings["draft_vocab_size"] = shape.vocab_size // 4
+    optim = OptimConfig(lr=1e-4)
+    memory = planned(build(variant, dataclasses.replace(shape, batch=1, length=64), settings, optim), shape, optim)
+    moving = memory.peak - memory.target - memory.drafter - memory.optimizer
+    measured = _in_fresh_process(_measure_peak, (variant, shape, settings, 1, 1), _return_freed_blocks)
+    assert moving / MEBIBYTE == pytest.approx(measured, rel=0.08)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize(("variant", "settings"), cases())
+def test_resident_bytes_are_those_of_the_tensors(variant: str, settings: dict[str, Any], optimizer: str):
+    """Weights, rotary tables, gradients and optimizer state after a step."""
+    optim = OptimConfig(lr=1e-3, name=optimizer)
+    module, shape = build(variant, SHAPE, settings, optim), SHAPE
+    stepper, _ = optim.build(module.network.named_parameters(), 1)
+    for one in module.passes(View.of(shape.make_batch(), module.target, module.taps)):
+        one.loss.backward()
+    stepper.step()
+    memory = planned(module, shape, optim)
+    parameters = list(module.network.parameters())
+    maps = {"d2t", "t2d"}  # a few bytes of a draft vocabulary, not counted
+    tables = [x for name, x in module.network.named_buffers() if name not in maps]
+    assert memory.drafter == sum(x.nbytes for x in [*parameters, *tables])
+    assert memory.gradients == sum(x.grad.nbytes for x in parameters if x.grad is not None)
+    state = [x for state in stepper.state.values() for x in state.values() if isinstance(x, torch.Tensor) and x.ndim]
+    assert memory.optimizer == sum(x.nbytes for x in state)
+    assert memory.target == sum(x.nbytes for x in module.target.model.parameters())
+    assert drafter_parameters(module.drafter_config, rollouts(module.contract)[-1]) == sum(
+        x.numel() for x in parameters
+    )
+
+
+def test_a_sharded_target_leaves_its_share_and_two_layers():
+    module = build("hass", SHAPE, {}, OptimConfig(lr=1e-3))
+    target, optim = TargetShape.of_model(module.target.model), OptimConfig(lr=1e-3)
+    arguments = (target, module.drafter_config, rollouts(module.contract), load_of(SHAPE.make_batch(), SHAPE), optim)
+    whole = step_memory(*arguments, Numerics(), Placement(4))
+    shared = step_memory(*arguments, Numerics(), Placement(4, sharded=True))
+    layers = target.num_layers * target.layer
+    assert whole.target - shared.target == 4 * (layers - layers // 4 - 2 * target.layer)
+    assert dataclasses.replace(shared, target=0) == dataclasses.replace(whole, target=0)
+    stored = step_memory(*arguments, Numerics(), online=False)
+    assert stored.target == 4 * (target.parameters - layers)  # the embedding, here the head too, and the last norm
+    assert stored.target_pass == 0
