@@ -25,13 +25,13 @@ class Way:
 def ways_to_fit(setting: Setting, room: int, row_length: int) -> list[Way]:
     """Changes after which the peak is at most ``room`` bytes.
 
-    First those that suffice alone, with the mildest value that does; where none does, all that help, one on top of the
-    other, until it fits. Empty: nothing known helps.
+    Those that suffice alone, with the mildest value that does; where none does, pairs of them; else all that help, one
+    on top of the other, until it fits. Empty: nothing known helps.
     """
     alone = [way for candidates in _candidates(setting, row_length) if (way := _first(candidates, room)) is not None]
     if alone:
         return [way for way, _ in alone]
-    return _together(setting, room, row_length)
+    return _pairs(setting, room, row_length) or _together(setting, room, row_length)
 
 
 def _first(candidates: list[tuple[str, Setting]], room: int) -> tuple[Way, Setting] | None:
@@ -39,6 +39,17 @@ def _first(candidates: list[tuple[str, Setting]], room: int) -> tuple[Way, Setti
         if (peak := changed.memory().peak) <= room:
             return Way(change, peak), changed
     return None
+
+
+def _pairs(setting: Setting, room: int, row_length: int) -> list[Way]:
+    """Changes of two kinds that suffice together, the mildest of each pair of kinds."""
+    found: dict[tuple[int, int], Way] = {}
+    for first, candidates in enumerate(_candidates(setting, row_length)):
+        for change, changed in candidates:
+            for second, others in enumerate(_candidates(changed, row_length)):
+                if second > first and (first, second) not in found and (fit := _first(others, room)) is not None:
+                    found[first, second] = Way(f"{change} {fit[0].change}", fit[0].peak)
+    return list(found.values())
 
 
 def _together(setting: Setting, room: int, row_length: int) -> list[Way]:
@@ -57,14 +68,13 @@ def _together(setting: Setting, room: int, row_length: int) -> list[Way]:
 def _candidates(setting: Setting, row_length: int) -> Iterator[list[tuple[str, Setting]]]:
     """Kinds of change, the harmless ones first; within a kind the mildest first. Empty where one does not apply."""
     numerics, load, placement = setting.numerics, setting.load, setting.placement
-    half = dataclasses.replace(numerics, target=2)
-    yield [("target.dtype=bfloat16", dataclasses.replace(setting, numerics=half))] if numerics.target == WIDE else []
     mixed = dataclasses.replace(numerics, activation=2, fused_norms=False)
-    yield (
-        [("trainer.precision=bf16-mixed", dataclasses.replace(setting, numerics=mixed))]
-        if numerics.activation == WIDE
-        else []
-    )
+    both = dataclasses.replace(mixed, target=2)
+    precision = "trainer.precision=bf16-mixed"
+    full = numerics.activation == WIDE
+    yield [(precision, dataclasses.replace(setting, numerics=mixed))] if full else []
+    lower = "target.dtype=bfloat16" + (f" {precision}" if full else "")
+    yield [(lower, dataclasses.replace(setting, numerics=both))] if numerics.target == WIDE else []
     yield [
         (f"data.batch_size={size}", dataclasses.replace(setting, load=_resized(load, sequences=size)))
         for size in _halved(load.sequences)

@@ -157,7 +157,7 @@ def numerics_of(config: DictConfig) -> Numerics:
     """Sizes of numbers under ``trainer.precision`` and ``target.dtype``.
 
     Raises:
-        ValueError: a precision whose memory is not known here.
+        ValueError: a precision whose memory is not known here, or one that does not go with the target's.
     """
     precision = str(config.trainer.precision)
     if precision not in (*HALF, "32-true", "32"):
@@ -167,6 +167,12 @@ def numerics_of(config: DictConfig) -> Numerics:
         )
     target = as_dtype(config.target.dtype).itemsize
     half = precision in HALF
+    if target < WIDE and not half:
+        raise ValueError(
+            f"target.dtype={config.target.dtype} gives half-precision features, which a drafter under "
+            f"trainer.precision={precision} cannot multiply; add trainer.precision=bf16-mixed, or set "
+            "target.dtype=float32"
+        )
     cpu = on_cpu(config)
     return Numerics(2 if half else WIDE, target, fused_norms=not half and not cpu, written_out=not cpu)
 

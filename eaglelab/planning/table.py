@@ -152,8 +152,9 @@ def _verdict(plan: Plan) -> Iterator[str]:
         most = max(parts, key=lambda name: parts[name])
         yield f"This does not fit; the largest part is {most}, {size(parts[most])}."
         if plan.ways:
-            yield "It fits with " + ("any of" if len(plan.ways) > 1 else "")
-            yield from (f"  {way.change:<44} {size(way.peak):>12}" for way in plan.ways)
+            yield "It fits with any of" if len(plan.ways) > 1 else "It fits with"
+            width = max(len(way.change) for way in plan.ways)
+            yield from (f"  {way.change:<{width}} {size(way.peak):>12}" for way in plan.ways)
         else:
             yield "No setting known here makes it fit; take larger devices or a smaller target."
     for note in plan.notes:
