@@ -6,7 +6,7 @@ Letters: d hidden width, V target vocabulary, K draft vocabulary.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +17,16 @@ from eaglelab.data.draft_vocabulary import DraftVocabulary
 from eaglelab.drafters import DrafterConfig, DraftNetwork
 from eaglelab.features.manifest import feature_manifest
 from eaglelab.formats import layouts
-from eaglelab.formats.exporting import RECORD_FORMAT, embedding_table, published_taps, shares_embedding
+from eaglelab.formats.exporting import RECORD_FORMAT, published_taps
 from eaglelab.formats.files import Checkpoint, read_checkpoint_folder, whole_folder
-from eaglelab.formats.layouts import EMBEDDING, FC_BIAS, MAPS
-from eaglelab.target import FeatureManifest, FrozenTarget, Tap, default_taps, validate_taps
+from eaglelab.formats.layouts import EMBEDDING, FC_BIAS
+from eaglelab.formats.recognising import detect, drafter_config, taps_of, variant_of
+from eaglelab.formats.tensors import check_embedding, check_maps, network_weights
+from eaglelab.target import FeatureManifest, FrozenTarget, Tap
 from eaglelab.training.run_folder import RunFolder
 from eaglelab.variants import VARIANTS
 from eaglelab.variants.manifest import WEIGHT_FIELDS
 
-READABLE = ("eagle", "eagle3", "speculators")
-"""Formats to read; the files for vLLM and SGLang are spellings of the first two."""
 TRUSTABLE = ("target", "embedding")
 
 
@@ -99,7 +99,7 @@ def read_drafter(
     Args:
         source: a folder or hub id.
         target: the target that it drafts for.
-        format: one of :data:`READABLE`; None: as the files say.
+        format: one of :data:`~eaglelab.formats.recognising.READABLE`; None: as the files say.
         variant: ``hass`` for a HASS checkpoint, which looks like EAGLE-1's; None: ``eagle`` or ``eagle3``.
         taps: streams read, where the files leave it open or disagree.
         trust: what to take on trust where it cannot be checked or differs: ``target``, ``embedding``.
@@ -113,20 +113,20 @@ def read_drafter(
         if one not in TRUSTABLE:
             raise ValueError(f"trust={one!r} is not one of {', '.join(TRUSTABLE)}")
     files = read_checkpoint_folder(str(source), revision)
-    kind = _detect(files, format)
+    kind = detect(files, format)
     fused = kind != "eagle"
-    config = _drafter_config(files, kind, target)
-    streams = _taps(files, target, taps) if fused else ("final",)
+    config = drafter_config(files, kind, target)
+    streams = taps_of(files, target, taps) if fused else ("final",)
     config = dataclasses.replace(config, num_taps=len(streams))
     tensors = {layouts.network_name(name, fused): value for name, value in files.tensors.items()}
     if len(tensors) < len(files.tensors):
         raise ValueError(f"{files.source} holds the decoder layer twice, as midlayer.* and layers.0.*; keep one")
     embedding = tensors.pop(EMBEDDING, None)
-    name = _variant(kind, variant)
+    name = variant_of(kind, variant)
     network = VARIANTS[name].build_network(config)
-    weights = _weights(files, tensors, network, kind)
-    _check_maps(weights, config)
-    notes = [_check_embedding(embedding, target, trusted)]
+    weights = network_weights(files, tensors, network, kind)
+    check_maps(weights, config)
+    notes = [check_embedding(embedding, target, trusted)]
     manifest = _manifest(config, name, streams, weights, target, kind)
     metrics: dict[str, Any] = {}
     if files.record is not None:
@@ -158,262 +158,6 @@ def training_overrides(drafter: Imported, target: FrozenTarget) -> list[str]:
         if not published_taps(drafter.manifest, target):
             overrides.append(f"variant.taps=[{','.join(map(str, drafter.manifest.taps))}]")
     return overrides
-
-
-# ---- what it is ----------------------------------------------------------------------------------------------
-
-
-def _detect(files: Checkpoint, asked: str | None) -> str:
-    """``eagle``, ``eagle3`` or ``speculators``."""
-    if asked is not None:
-        if asked not in READABLE:
-            raise ValueError(
-                f"format={asked!r} is not one of {', '.join(READABLE)}; leave it out, and files for vLLM and SGLang "
-                "are recognised by themselves"
-            )
-        return asked
-    config, names = files.config, files.tensors
-    if "speculators_model_type" in config or "transformer_layer_config" in config:
-        if config.get("speculators_model_type") != "eagle3":
-            raise ValueError(
-                f"{files.source} holds a speculators model of type {config.get('speculators_model_type')!r}; only "
-                "eagle3 can be read"
-            )
-        return "speculators"
-    architectures = config.get("architectures") or []
-    known = {*layouts.FUSED_ARCHITECTURES, *layouts.FEATURE_ARCHITECTURES}
-    strange = [one for one in architectures if one not in known]
-    model_type = config.get("model_type", "llama")
-    if strange or model_type not in ("llama", "eagle", "eagle3"):
-        raise ValueError(
-            f"{files.source} has the unknown architecture {', '.join(strange) or model_type}; drafters with one Llama "
-            f"layer can be read. If it is one under another name, say so with format={' or format='.join(READABLE)}"
-        )
-    whole = [name for name in names if name.startswith("model.layers.")]
-    if whole:
-        raise ValueError(f"{files.source} holds a whole language model ({whole[0]}), not a drafter; give the drafter")
-    is_fused = (
-        any(one in layouts.FUSED_ARCHITECTURES for one in architectures)
-        or "draft_vocab_size" in config
-        or any(name.startswith("midlayer.") or name in MAPS for name in names)
-    )
-    return "eagle3" if is_fused else "eagle"
-
-
-def _variant(kind: str, asked: str | None) -> str:
-    fitting = ("eagle", "hass") if kind == "eagle" else ("eagle3",)
-    if asked is not None and asked not in fitting:
-        raise ValueError(f"variant={asked} does not have the tensors of format={kind}; use {' or '.join(fitting)}")
-    return asked or fitting[0]
-
-
-def _drafter_config(files: Checkpoint, kind: str, target: FrozenTarget) -> DrafterConfig:
-    """The drafter's shape by its config.json, checked against the target's; taps aside."""
-    raw = files.config
-    layer = raw.get("transformer_layer_config", {}) if kind == "speculators" else raw
-    if not isinstance(layer, dict):
-        raise ValueError(f"config.json has transformer_layer_config={layer!r}; it must describe the decoder layer")
-    if kind == "speculators" and layer.get("model_type", "llama") != "llama":
-        raise ValueError(
-            f"config.json has a decoder layer of the unknown architecture {layer['model_type']!r}; only llama layers "
-            "can be read"
-        )
-    config = layouts.read_layer(layer)
-    _check_switches(raw, kind)
-    own, wide = config.hidden_size, raw.get("target_hidden_size") or config.hidden_size
-    if own != target.hidden_size or wide != target.hidden_size:
-        what = f"hidden_size={own}" if own != target.hidden_size else f"target_hidden_size={wide}"
-        raise ValueError(
-            f"{files.source} has {what}, the target {target.source} has {target.hidden_size}; a drafter is as wide as "
-            "its target. Give the target that it was trained for"
-        )
-    if config.vocab_size != target.vocab_size:
-        raise ValueError(
-            f"{files.source} drafts for a vocabulary of {config.vocab_size} tokens, the target {target.source} has "
-            f"{target.vocab_size}. Give the target that it was trained for"
-        )
-    bias = raw.get("bias", kind == "eagle")
-    if kind == "eagle":
-        return dataclasses.replace(config, fc_bias=bool(bias))
-    size = raw.get("draft_vocab_size")
-    if size is not None and (not isinstance(size, int) or not 1 <= size <= config.vocab_size):
-        raise ValueError(f"config.json has draft_vocab_size={size!r}; it must lie between 1 and {config.vocab_size}")
-    return dataclasses.replace(
-        config,
-        fc_bias=bool(bias),
-        draft_vocab_size=None if size == config.vocab_size else size,
-        fc_norm=bool(raw.get("fc_norm")),
-        recurrence="post_norm" if raw.get("norm_output") else "pre_norm",
-    )
-
-
-def _check_switches(raw: Mapping[str, Any], kind: str) -> None:
-    """Refuse EAGLE-3 drafters that compute something else with the same tensors."""
-    nested = raw.get("eagle_config") or {}
-    for key in layouts.UNSUPPORTED_SWITCHES:
-        if raw.get(key) or nested.get(key):
-            raise ValueError(f"config.json has {key}=true; a drafter of that kind cannot be read")
-    if nested.get("use_aux_hidden_state") is False:
-        raise ValueError(
-            "config.json has use_aux_hidden_state=false; only drafters that read fused streams can be read"
-        )
-    if kind == "speculators" and "norm_before_residual" not in raw:
-        raise ValueError(
-            "config.json does not say norm_before_residual, and readers disagree on what that means; write true or "
-            "false into it, as the drafter was trained (only false can be read)"
-        )
-
-
-def _taps(files: Checkpoint, target: FrozenTarget, asked: Sequence[Tap] | None) -> tuple[Tap, ...]:
-    """The streams that an EAGLE-3 drafter reads, counted as the layers before them."""
-    if asked is not None:
-        return validate_taps(asked, target.num_layers)
-    outer = files.config.get("eagle_aux_hidden_state_layer_ids")
-    inner = (files.config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    for listed in (outer, inner):
-        if listed is not None and not (isinstance(listed, list) and all(type(tap) is int for tap in listed)):
-            raise ValueError(
-                f"config.json has eagle_aux_hidden_state_layer_ids={listed!r}; it must be a list of layers"
-            )
-    if outer:
-        taps = validate_taps(outer, target.num_layers)
-        if list(outer) != sorted(outer):
-            raise ValueError(
-                f"config.json lists the streams {outer} out of order, and vLLM concatenates them in ascending order "
-                "all the same; say in which order the drafter was trained with taps="
-            )
-        return taps
-    default = default_taps(target.num_layers)
-    if not inner or list(default) in (inner, [tap + 1 for tap in inner]):
-        return default
-    raise ValueError(
-        f"config.json lists layers {inner} inside eagle_config, which vLLM reads as those streams and SGLang as the "
-        f"next ones; say which with taps={inner} or taps={[tap + 1 for tap in inner]}"
-    )
-
-
-# ---- its tensors ---------------------------------------------------------------------------------------------
-
-
-def _weights(files: Checkpoint, tensors: dict[str, Tensor], network: DraftNetwork, kind: str) -> dict[str, Tensor]:
-    """The network's state from the file's tensors, by name and shape; floating ones in fp32."""
-    expected = {name: tuple(value.shape) for name, value in network.state_dict().items()}
-    identity = network.config.draft_vocab_size is None and kind != "eagle"
-    if identity:
-        tensors = _without_identity_maps(tensors, network.config.vocab_size)
-
-    def shown(names: set[str]) -> str:
-        nested = any(name.startswith("layers.0.") for name in files.tensors)
-        found = [layouts.file_name(name, nested) for name in sorted(names)]
-        return ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
-
-    if missing := set(expected) - set(tensors):
-        hint = ""
-        if "lm_head.weight" in missing:
-            hint = "; an EAGLE-3 drafter brings its own head, it is not the target's"
-        elif FC_BIAS in missing:
-            hint = "; if it was trained without one, write bias: false into config.json"
-        elif missing & set(MAPS):
-            hint = "; a head over a draft vocabulary is useless without the map that it was trained with"
-        raise ValueError(f"{files.source} lacks {shown(missing)}{hint}")
-    if extra := set(tensors) - set(expected):
-        hint = "; if it was trained with one, write bias: true into config.json" if FC_BIAS in extra else ""
-        raise ValueError(f"{files.source} holds {shown(extra)}, which a drafter of format={kind} does not have{hint}")
-    weights = {}
-    for name in expected:
-        value = tensors[name]
-        if tuple(value.shape) != expected[name]:
-            raise ValueError(
-                f"{files.source}: {shown({name})} has shape {tuple(value.shape)}, config.json asks for "
-                f"{expected[name]}{_shape_hint(name, value, network.config)}"
-            )
-        weights[name] = _plain_tensor(files.source, shown({name}), name, value)
-    return weights
-
-
-def _shape_hint(name: str, value: Tensor, config: DrafterConfig) -> str:
-    if name == "fc.weight" and value.dim() == 2:
-        columns = value.shape[1] / config.hidden_size
-        if columns == 3 and config.num_taps == 1:
-            return "; it fuses three streams as EAGLE-3 does, so this is no EAGLE-1 file: check config.json"
-        if columns == 2 and config.num_taps > 1:
-            return "; it fuses embedding and feature as EAGLE-1 does, so this is no EAGLE-3 file: check config.json"
-    return ""
-
-
-def _plain_tensor(source: str, shown: str, name: str, value: Tensor) -> Tensor:
-    if name in MAPS:
-        if value.is_floating_point() or value.is_complex():
-            raise ValueError(f"{source}: {shown} is {value.dtype}; a vocabulary map holds whole numbers")
-        return value.to(torch.bool if name == "t2d" else torch.int64)
-    if value.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(f"{source}: {shown} is {value.dtype}; quantised drafters cannot be read, give the full one")
-    value = value.float()
-    if not bool(torch.isfinite(value).all()):
-        raise ValueError(f"{source}: {shown} holds NaN or infinite values; the file is broken, get it again")
-    return value.contiguous()
-
-
-def _without_identity_maps(tensors: dict[str, Tensor], V: int) -> dict[str, Tensor]:
-    """A whole vocabulary needs no maps; some writers store them all the same."""
-    d2t, t2d = (tensors.get(name) for name in MAPS)
-    if (d2t is not None and (d2t.shape != (V,) or bool(d2t.any()))) or (t2d is not None and not bool(t2d.all())):
-        raise ValueError(
-            "d2t or t2d leaves tokens out, but config.json says that the draft vocabulary is the target's; correct "
-            "draft_vocab_size"
-        )
-    return {name: value for name, value in tensors.items() if name not in MAPS}
-
-
-def _check_maps(weights: dict[str, Tensor], config: DrafterConfig) -> None:
-    """``nonzero(t2d)`` must be ``arange(K) + d2t``."""
-    if config.draft_vocab_size is None:
-        return
-    d2t_K, inside_K = weights["d2t"], weights["t2d"].nonzero().flatten()
-    index_K = torch.arange(config.draft_vocab_size)
-    if inside_K.equal(index_K + d2t_K):
-        return
-    if inside_K.equal(d2t_K):
-        raise ValueError(
-            "d2t holds absolute target ids where the formats store offsets, so every draft token would be another one; "
-            "subtract arange(draft_vocab_size) from it in the file"
-        )
-    raise ValueError(
-        "d2t and t2d disagree: nonzero(t2d) is not arange(draft_vocab_size) + d2t. One of them belongs to another "
-        "head; get both maps that were trained with this one"
-    )
-
-
-def _check_embedding(embedding: Tensor | None, target: FrozenTarget, trusted: tuple[str, ...]) -> str:
-    """Compare the file's embedding with the target's; a drafter here always reads the target's."""
-    table_Vd = embedding_table(target).float()
-    if embedding is None:
-        if not shares_embedding(target, table_Vd.to(target.dtype)) and "embedding" not in trusted:
-            raise ValueError(
-                f"target {target.source} scales its embedding and the drafter's file has none, so it is open which one "
-                "it was trained with; say trust=embedding if it was the scaled one"
-            )
-        return "embedding: none in the file, the target's is used"
-    if embedding.shape != table_Vd.shape:
-        raise ValueError(
-            f"{EMBEDDING} has shape {tuple(embedding.shape)}, the target's embedding {tuple(table_Vd.shape)}. Give the "
-            "target that it was trained for"
-        )
-    difference_Vd = (embedding.float() - table_Vd).abs()
-    rounding_Vd = 2**-8 * table_Vd.abs() + 1e-7  # either side may have been stored as bfloat16 or float16
-    off = int((difference_Vd > rounding_Vd).any(-1).sum())
-    if not off and bool(torch.isfinite(difference_Vd).all()):
-        return "embedding: equal to the target's" + (", to rounding" if bool(difference_Vd.any()) else "")
-    told = (
-        f"{off} of {len(table_Vd)} rows of {EMBEDDING} differ from the target's (by up to "
-        f"{float(difference_Vd.max()):.2g})"
-    )
-    if "embedding" not in trusted:
-        raise ValueError(
-            f"{told}: it was trained with another target or embedding. Give that target, or say trust=embedding to go "
-            "on with this target's embedding"
-        )
-    return f"embedding: {told}; the target's is used, as trust=embedding said"
 
 
 # ---- its manifest --------------------------------------------------------------------------------------------
