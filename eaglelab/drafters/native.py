@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from eaglelab.data.rows import Rows
+from eaglelab.target.unpacking import MASKED_LENGTH
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
-MASKED_ROWS = 1024
+MASKED_ROWS = MASKED_LENGTH
 """Longer packed rows are computed in blocks: a mask of all pairs would be quadratic in their number."""
 FLASH_BLOCK = 256
 SCORES = 2**26
