@@ -9,6 +9,7 @@ skipped. `--speeds` times reading, encoding and writing, in CPU seconds because 
 """
 
 import argparse
+import functools
 import json
 import shutil
 import subprocess
@@ -66,6 +67,11 @@ def base_store(work: Path) -> Path:
     return path
 
 
+@functools.cache
+def target_of(source: str) -> FrozenTarget:
+    return FrozenTarget.load(source)
+
+
 class FromStore(StoreWriter):
     """Encodes rows of another store instead of running the target."""
 
@@ -80,7 +86,7 @@ class FromStore(StoreWriter):
 
 def convert(base: Path, out: Path, variant: str, dtype: str, top_k: int | None, source: str = "bundled") -> float:
     """Write another store of the same rows; returns the seconds of CPU time."""
-    target = FrozenTarget.load(source)
+    target = target_of(source)
     taps = VARIANTS[variant].taps_for(target)
     store, data = opened(base, target, default_taps(target.num_layers))
     for rows in (data.train_rows, data.val_rows):
@@ -94,7 +100,7 @@ def convert(base: Path, out: Path, variant: str, dtype: str, top_k: int | None, 
 
 def read_speed(path: Path, variant: str, source: str) -> float:
     """Stored bytes per second of CPU time: batches of 4 rows in random order, collated and decoded."""
-    target = HeadOnlyTarget.load(source)
+    target = target_of(source)
     taps = VARIANTS[variant].taps_for(target)
     store, data = opened(path, target, taps)
     features = StoreFeatures(store, target)
