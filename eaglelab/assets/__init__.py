@@ -30,7 +30,7 @@ def bundled_data(name: DataName) -> str:
 
 
 def bundled_suite(name: SuiteName) -> str:
-    """Path of a benchmark suite (`question_id`, `category`, `turns`); sources and licences are in its folder's README.md.
+    """Path of a benchmark suite (`question_id`, `category`, `turns`); its folder's README.md has sources and licences.
 
     Raises ValueError for any other name.
     """

@@ -32,12 +32,14 @@ def register_resolvers() -> None:
     """What configuration files may ask for.
 
     ``${eaglelab.bundled_data:train}``: the path of a bundled file, wherever the package is installed.
+    ``${eaglelab.target_dtype:bf16-mixed}``: the target's type for a precision of the drafter.
     ``${eaglelab.started:%H-%M-%S}``: when the job began, the same on all processes that torchrun started here.
     ``${eaglelab.folder_name:TEXT}``: the text as a folder's name that needs no quotes in a shell or an override.
     """
     from eaglelab.assets import bundled_data
 
     OmegaConf.register_new_resolver("eaglelab.bundled_data", bundled_data, replace=True)
+    OmegaConf.register_new_resolver("eaglelab.target_dtype", _target_dtype, replace=True)
     OmegaConf.register_new_resolver("eaglelab.started", _started, use_cache=True, replace=True)
     OmegaConf.register_new_resolver("eaglelab.folder_name", _folder_name, replace=True)
 
@@ -52,6 +54,10 @@ def require_multirun() -> None:
     name = hydra.runtime.choices.get("sweep")
     if name is not None and hydra.mode != RunMode.MULTIRUN:
         raise ValueError(f"sweep={name} is a grid of runs; add -m to run it, or leave sweep= out")
+
+
+def _target_dtype(precision: str) -> str:
+    return {"bf16-mixed": "bfloat16", "16-mixed": "float16"}.get(str(precision), "float32")
 
 
 def _started(form: str) -> str:

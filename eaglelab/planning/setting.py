@@ -18,11 +18,10 @@ from eaglelab.target.shape import TargetShape, read_description
 from eaglelab.training.activations import WIDE, Numerics
 from eaglelab.training.flops import Load, StepFlops, step_flops
 from eaglelab.training.memory import Memory, Placement, step_memory
+from eaglelab.training.precision import HALF, require_precision
 from eaglelab.variants import DraftingModule, OptimConfig
 from eaglelab.variants.contract import Contract
 from eaglelab.variants.rollout import Rollout, rollouts
-
-HALF = ("bf16-mixed", "16-mixed")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,20 +158,9 @@ def numerics_of(config: DictConfig) -> Numerics:
     Raises:
         ValueError: a precision whose memory is not known here, or one that does not go with the target's.
     """
-    precision = str(config.trainer.precision)
-    if precision not in (*HALF, "32-true", "32"):
-        raise ValueError(
-            f"trainer.precision={precision}: the drafter trains with 32-true, bf16-mixed or 16-mixed (its weights stay "
-            "fp32)"
-        )
+    require_precision(config.trainer.precision, config.target.dtype)
     target = as_dtype(config.target.dtype).itemsize
-    half = precision in HALF
-    if target < WIDE and not half:
-        raise ValueError(
-            f"target.dtype={config.target.dtype} gives half-precision features, which a drafter under "
-            f"trainer.precision={precision} cannot multiply; add trainer.precision=bf16-mixed, or set "
-            "target.dtype=float32"
-        )
+    half = str(config.trainer.precision) in HALF
     cpu = on_cpu(config)
     return Numerics(2 if half else WIDE, target, fused_norms=not half and not cpu, written_out=not cpu)
 

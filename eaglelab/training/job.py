@@ -19,6 +19,7 @@ from eaglelab.features.data import StoreDataModule
 from eaglelab.features.store import FeatureStore, StoreFeatures
 from eaglelab.target import FeatureManifest, FrozenTarget, HeadOnlyTarget
 from eaglelab.training.callbacks import GracefulStop
+from eaglelab.training.precision import require_precision
 from eaglelab.training.run_folder import RunFolder, read_checkpoint
 from eaglelab.variants import DraftingModule, OptimConfig
 from eaglelab.variants.manifest import require_same_weights
@@ -48,6 +49,7 @@ def train_once(config: DictConfig, run_dir: str | Path) -> TrainingResult:
     """
     folder = RunFolder(run_dir)
     ckpt_path = _resume_from(config, folder)
+    require_precision(config.trainer.get("precision", "32-true"), config.target.dtype)
     L.seed_everything(config.seed, workers=True, verbose=False)
     torch.use_deterministic_algorithms(config.deterministic, warn_only=True)
 

@@ -151,6 +151,9 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path):
         (["variant.supervise=answer"], "supervise='answer' is not one of"),
         (["ckpt_path=last"], "no checkpoint at"),
         (["trainer.accelerator=abacus"], "invalid accelerator name"),
+        (["target.dtype=bfloat16"], "add trainer.precision=bf16-mixed"),
+        (["target=hf", "target.source=/nope", "trainer.precision=bf16-mixed"], "/nope"),
+        (["trainer.precision=bf16-true"], "its weights stay fp32"),
         (["data.max_length=4", "data.row_length=4"], "no conversation is left"),
     ],
 )

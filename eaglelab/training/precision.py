@@ -1,0 +1,33 @@
+"""Which precision of the drafter goes with which type of the target."""
+
+from __future__ import annotations
+
+import torch
+
+from eaglelab.target.loading import as_dtype
+
+HALF = ("bf16-mixed", "16-mixed")
+WHOLE = ("32-true", "32")
+
+
+def require_precision(precision: object, target_dtype: str | torch.dtype) -> None:
+    """The drafter's weights stay fp32, and it can multiply the target's features.
+
+    Args:
+        precision: ``trainer.precision``.
+        target_dtype: ``target.dtype``.
+
+    Raises:
+        ValueError: another precision, or half-precision features under a full-precision drafter.
+    """
+    if str(precision) not in (*HALF, *WHOLE):
+        raise ValueError(
+            f"trainer.precision={precision}: the drafter trains with 32-true, bf16-mixed or 16-mixed (its weights stay "
+            "fp32)"
+        )
+    if str(precision) in WHOLE and as_dtype(target_dtype).itemsize < 4:
+        raise ValueError(
+            f"target.dtype={target_dtype} gives half-precision features, which a drafter under "
+            f"trainer.precision={precision} cannot multiply; add trainer.precision=bf16-mixed, or set "
+            "target.dtype=float32"
+        )
