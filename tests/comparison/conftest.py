@@ -20,7 +20,7 @@ def tiny(tmp_path_factory) -> Path:
     tokenizer = AutoTokenizer.from_pretrained(bundled_target())
     config = LlamaConfig(
         **SHAPE,
-        num_hidden_layers=8,
+        num_hidden_layers=2,
         vocab_size=len(tokenizer),
         max_position_embeddings=512,
         initializer_range=0.3,
@@ -29,6 +29,10 @@ def tiny(tmp_path_factory) -> Path:
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+EAGLE3 = ["variant=eagle3", "variant.taps=[0,1]"]
+"""The tiny target has too few layers for the published taps."""
 
 
 def settings(tiny: Path) -> list[str]:

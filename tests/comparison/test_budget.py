@@ -13,6 +13,7 @@ from eaglelab.comparison import budget as budget_module
 from eaglelab.comparison.budget import scaled
 from eaglelab.comparison.trainings import Trainings
 from eaglelab.variants.optim import OptimConfig
+from tests.comparison.conftest import EAGLE3
 
 STUDY = Path(__file__).parents[2] / "experiments" / "three_variants" / "plan.json"
 
@@ -25,7 +26,7 @@ def resolved(plan):
 @pytest.mark.parametrize("unit", ["rows", "flops"])
 def test_every_recipe_gets_the_same_amount(plan, unit):
     """To half a step, whatever a step holds: EAGLE-3's costs most, a smaller batch has fewer rows."""
-    recipes = {"small": ["variant=eagle", "data.batch_size=1"]}
+    recipes = {"small": ["variant=eagle", "data.batch_size=1"], "eagle3": EAGLE3}
     value = {"rows": 30_000, "flops": 2e11}[unit]
     spent = resolved(plan(variants=["eagle", "small", "hass", "eagle3"], recipes=recipes, budget=(unit, value)))
     for one in spent.values():

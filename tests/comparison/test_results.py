@@ -7,6 +7,7 @@ from eaglelab.comparison.results import MEASURES, contrasts, costs, summary_rows
 from eaglelab.comparison.statistics import pooled
 from eaglelab.evaluation.metrics import Timing, TurnRecord, summarize
 from eaglelab.evaluation.vocabulary import VocabularyMisses
+from tests.comparison.conftest import EAGLE3
 
 TAU, SPEEDUP = MEASURES
 
@@ -135,7 +136,7 @@ def test_misses_of_a_reduced_vocabulary_are_counted_while_decoding(plan):
     from eaglelab.cli.compose import compose_training
     from eaglelab.comparison import compare
 
-    recipes = {"few": ["variant=eagle3", "variant.draft_vocab_size=20"], "all": ["variant=eagle3"]}
+    recipes = {"few": [*EAGLE3, "variant.draft_vocab_size=20"], "all": EAGLE3}
     results = compare(plan(variants=["few", "all"], recipes=recipes, budget=("steps", 1)), compose_training)
     few, whole = results["rows"]
     assert few["vocabulary_rejected"] > 0
