@@ -20,7 +20,7 @@ from tests.cli.conftest import SMALL, run
 from tests.cli.sweep_files import FILES, FOLDER, ROOT, agent_command, points, read, violations
 
 TRAININGS = [path for path in FILES if path.stem != "tree"]
-TINY = [*SMALL, "trainer.max_steps=1", "trainer.val_check_interval=1", "data.limit=16", "data.batch_size=1"]
+TINY = [*SMALL, "trainer.max_steps=1", "trainer.val_check_interval=1", "data.limit=8", "data.val_limit=2"]
 COLLECT = runpy.run_path(str(FOLDER / "collect.py"))
 
 
@@ -130,6 +130,7 @@ def test_every_point_is_a_configuration_that_trains(path, tmp_path, monkeypatch)
     assert config["metric"]["name"] in json.loads((folder / "metrics.json").read_text())["training"]["final"]
 
 
+@pytest.mark.slow
 def test_an_agents_command_line_runs_in_a_process_of_its_own(tmp_path):
     """Offline, from the checkout as an agent would, and W&B's file of the run holds the sweep's metric."""
     config = read(FOLDER / "taps.yaml")
@@ -161,7 +162,7 @@ def test_multirun_folders_are_named_and_collected(tmp_path, monkeypatch):
     """Two points of a sweep; each training is a W&B run of its own."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     job = ["-m", "sweep=taps", "variant.taps=[9],[2,9]", "seed=1", "hydra.sweep.dir=all", "logger=wandb"]
-    run("train", *job, *(one for one in TINY if not one.startswith("data.val")), "data.val_limit=4", cwd=tmp_path)
+    run("train", *job, *TINY, cwd=tmp_path)
     folders = sorted(folder for folder in (tmp_path / "all").iterdir() if folder.is_dir())
     for folder, taps in zip(folders, ("[2,9]", "[9]"), strict=True):
         assert folder.name.endswith(f"_variant.taps-{taps[1:-1].replace(',', '-')}"), folder.name
