@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import re
+import runpy
 from pathlib import Path
 
 import matplotlib
@@ -84,16 +85,12 @@ def test_the_page_is_complete_and_clean(path):
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_a_kernel_runs_them_from_nothing(tmp_path):
-    """As `jupyter execute` does, the training included."""
-    import nbformat
-    from nbclient import NotebookClient
-
+    """What writes the pages, the training included."""
+    execute = runpy.run_path(str(ROOT / "notebooks" / "execute.py"))["execute"]
     (tmp_path / "notebooks").mkdir()
     (tmp_path / "experiments").symlink_to(ROOT / "experiments")
     for path in NOTEBOOKS:
-        notebook = nbformat.read(path, as_version=4)
-        where = {"metadata": {"path": str(tmp_path / "notebooks")}}
-        NotebookClient(notebook, timeout=900, kernel_name="python3", resources=where).execute()
+        notebook = execute(path, tmp_path / "notebooks")
         for cell in notebook.cells:
             if "plt.show()" in cell["source"]:
                 assert any("image/png" in output.get("data", {}) for output in cell["outputs"])
