@@ -82,7 +82,7 @@ class Contents:
         for tap in self.streams:
             parts |= _prefixed(str(tap), encoding(self.dtype).encode(streams[tap]))
         if self.top_k:
-            parts |= _prefixed("teacher", encode_top_k(head(streams[FINAL]), self.top_k))
+            parts |= _prefixed("teacher", encode_top_k(streams[FINAL], head, self.top_k))
         return parts
 
     def decode(self, parts: Mapping[str, Tensor], taps: Sequence[Tap], head: Head, dtype: torch.dtype) -> Features:

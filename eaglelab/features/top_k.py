@@ -3,7 +3,7 @@
 Teacher rows of this kind are [..., 2k + 1] in fp32: k token ids (exact below 2^24), k log-probabilities, descending,
 and the logarithm of the mass outside. They gather like features do.
 
-Letters: T tokens, k most probable tokens, V vocabulary, w = 2k + 1.
+Letters: T tokens, t tokens of a chunk, d hidden width, k most probable tokens, V vocabulary, w = 2k + 1.
 """
 
 from __future__ import annotations
@@ -20,13 +20,22 @@ TIE = 1e-6
 """Set between neighbours of equal rounded log-probability, so that the most probable token stays the first one."""
 
 
-def encode_top_k(logits_TV: Tensor, k: int) -> dict[str, Tensor]:
-    """Logits -> ``ids`` (16 bits where the vocabulary allows), ``logp`` and ``outside`` (fp16)."""
-    log_p_TV = logits_TV.float().log_softmax(-1)
-    logp_Tk, id_Tk = log_p_TV.topk(k, dim=-1)
-    outside_T1 = (1 - logp_Tk.double().exp().sum(-1, keepdim=True)).clamp(min=0).log().clamp(min=NOTHING)
-    kind = torch.uint16 if logits_TV.shape[-1] <= 2**16 else torch.int32
-    return {"ids": id_Tk.to(kind), "logp": logp_Tk.clamp(min=NOTHING).half(), "outside": outside_T1.half()}
+def encode_top_k(final_Td: Tensor, head: Head, k: int, chunk: int = 512) -> dict[str, Tensor]:
+    """Last features -> ``ids`` (16 bits where the vocabulary allows), ``logp`` and ``outside`` (fp16), [T, k], [T, 1].
+
+    Logits are kept for ``chunk`` tokens at a time.
+    """
+    pieces = [_most_probable(head(final_td), k) for final_td in final_Td.split(chunk)]
+    return {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
+
+
+def _most_probable(logits_tV: Tensor, k: int) -> dict[str, Tensor]:
+    kind = torch.uint16 if logits_tV.shape[-1] <= 2**16 else torch.int32
+    logits_tV = logits_tV.float()
+    best_tk, id_tk = logits_tV.topk(k, dim=-1)
+    logp_tk = best_tk - logits_tV.logsumexp(-1, keepdim=True)
+    outside_t1 = (1 - logp_tk.double().exp().sum(-1, keepdim=True)).clamp(min=0).log().clamp(min=NOTHING)
+    return {"ids": id_tk.to(kind), "logp": logp_tk.clamp(min=NOTHING).half(), "outside": outside_t1.half()}
 
 
 def top_k_bytes_per_token(vocab_size: int, k: int) -> int:

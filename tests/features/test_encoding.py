@@ -11,6 +11,9 @@ from eaglelab.features.top_k import encode_top_k, teacher_rows, top_k_bytes_per_
 BYTES = {"float32": 4 * 40, "bfloat16": 2 * 40, "float8": 40 + 2, "int8": 40 + 2, "int4": 32 + 2 * 2}
 
 
+IDENTITY = torch.nn.Identity()
+
+
 def features(seed: int = 0, scale: float = 1.0, width: int = 40) -> torch.Tensor:
     """Rows of very different size, one of zeros and one with an outlier as residual streams have them."""
     x_Td = torch.randn(12, width, generator=torch.Generator().manual_seed(seed)) * scale
@@ -75,7 +78,10 @@ def distribution(seed: int = 0, vocab: int = 50) -> torch.Tensor:
 
 def test_stored_tokens_keep_their_probability_and_the_rest_its_mass():
     logits_TV = distribution()
-    p_TV, q_TV = logits_TV.softmax(-1), top_k_head(50)(teacher_rows(encode_top_k(logits_TV, 8))).softmax(-1)
+    p_TV, q_TV = (
+        logits_TV.softmax(-1),
+        top_k_head(50)(teacher_rows(encode_top_k(logits_TV, IDENTITY, 8, chunk=7))).softmax(-1),
+    )
     id_Tk = logits_TV.topk(8).indices
     torch.testing.assert_close(q_TV.gather(-1, id_Tk), p_TV.gather(-1, id_Tk), rtol=5e-3, atol=1e-5)
     rest_TV = q_TV.scatter(-1, id_Tk, 0)
@@ -87,19 +93,19 @@ def test_stored_tokens_keep_their_probability_and_the_rest_its_mass():
 def test_the_most_probable_token_stays_first_where_rounding_makes_two_equal():
     logits_TV = torch.full((1, 50), -9.0)
     logits_TV[0, 30], logits_TV[0, 7] = 5.00002, 5.0
-    rows = teacher_rows(encode_top_k(logits_TV, 4))
+    rows = teacher_rows(encode_top_k(logits_TV, IDENTITY, 4))
     assert rows[0, 4] > rows[0, 5] and top_k_head(50)(rows).argmax(-1).item() == 30
 
 
 def test_a_certain_target_stays_certain():
     logits_TV = torch.zeros(1, 50)
     logits_TV[0, 11] = 200.0
-    q_V = top_k_head(50)(teacher_rows(encode_top_k(logits_TV, 4))).softmax(-1)[0]
+    q_V = top_k_head(50)(teacher_rows(encode_top_k(logits_TV, IDENTITY, 4))).softmax(-1)[0]
     assert q_V[11] > 1 - 1e-6 and torch.isfinite(q_V.log()[11])
 
 
 @pytest.mark.parametrize(("vocab", "size"), [(2048, 8 * 4 + 2), (128_256, 8 * 6 + 2)])
 def test_top_k_bytes(vocab, size):
     assert top_k_bytes_per_token(vocab, 8) == size
-    parts = encode_top_k(torch.zeros(1, vocab), 8)
+    parts = encode_top_k(torch.zeros(1, vocab), IDENTITY, 8)
     assert sum(part.nbytes for part in parts.values()) == size
