@@ -29,6 +29,8 @@ def test_wheel_holds_code_configs_and_assets_and_nothing_else(wheel):
         "eaglelab/configs/variant/eagle.yaml",
         "eaglelab/assets/target/model.safetensors",
         "eaglelab/assets/data/train.jsonl",
+        "eaglelab/assets/suites/mt_bench.jsonl",
+        "eaglelab/configs/comparison/three_variants.yaml",
     ):
         assert name in names, name
     assert {name.split("/")[0].split("-")[0] for name in names} == {"eaglelab"}

@@ -18,6 +18,16 @@ SMALL = {
     "generate": ["max_new_tokens=8"],
     "export": [],
     "import": [],
+    "compare": [
+        "train=['data.limit=48', 'data.val_limit=4']",
+        "budget={unit: steps, value: 2}",
+        "limit=1",
+        "max_new_tokens=4",
+        "trees=[chain]",
+        "temperatures=[0]",
+        "batches=[1]",
+    ],
+    "diff": [],
     "bench": ["shape.length=64", "shape.batch=1", "steps=1"],
 }
 
