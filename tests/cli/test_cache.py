@@ -113,7 +113,10 @@ def test_wrong_settings_of_a_cache_are_told(cached, arguments, told):
         (["features.path=store", "data.max_length=256"], "data.max_length=256 but the feature store"),
         (["features.path=store", "data.path=chats.jsonl"], "data.path=chats.jsonl: the rows come from"),
         (["features.path=store", "variant.supervise=source"], "variant.supervise=source but the feature store"),
-        (["features.path=store", "target.dtype=bfloat16", "trainer.precision=bf16-mixed"], "field dtype_policy.target|field feature_dtype"),
+        (
+            ["features.path=store", "target.dtype=bfloat16", "trainer.precision=bf16-mixed"],
+            "field dtype_policy.target|field feature_dtype",
+        ),
         (["features.path=store", "variant=eagle3", "variant.taps=[1,6,9]"], "field taps was recorded as [2, 6, 9]"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
