@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from eaglelab.target.kv import KVSlots
 from eaglelab.target.taps import FINAL, Tap
 
-
 FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
 
 
