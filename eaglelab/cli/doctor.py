@@ -35,6 +35,8 @@ def main(config: DictConfig) -> None:
         raise ValueError("give one of run=DIR and source=FOLDER_OR_HUB_ID (with target.source)")
     if config.limit is not None and config.limit < 2:
         raise ValueError(f"limit={config.limit}: two conversations are the least that shows a spread")
+    if config.depth < 1:
+        raise ValueError(f"depth={config.depth}: the chain needs at least one step")
     quiet_libraries()
     name, target, network, taps = _drafter(config)
     hypotheses = hypotheses_for(network, target, taps)

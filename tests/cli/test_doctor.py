@@ -35,7 +35,7 @@ def test_a_published_checkpoint_is_examined(trained, tmp_path):
         (["source=/nope", "target.source=bundled"], "/nope"),
         (["source=/nope"], "needs target.source="),
         (["run={trained}", "limit=1"], "limit=1: two conversations"),
-        (["run={trained}", "depth=0"], "depth must be at least 1"),
+        (["run={trained}", "depth=0"], "depth=0: the chain needs at least one step"),
         (["run={trained}", "depth=5", "max_new_tokens=4", "limit=2"], "no answer is longer than 5 tokens"),
     ],
 )

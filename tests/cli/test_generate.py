@@ -29,7 +29,7 @@ def test_a_drafter_answers_a_file(trained, tmp_path):
         {"id": "two", "turns": ["Tom has 3 apples.", "He buys 4 more. How many?"]},
         {"id": "one", "question": "How many eggs are in 7 dozen?"},
     )
-    settings = (data, "max_new_tokens=24", "keep=all")
+    settings = (data, "max_new_tokens=8", "keep=all")
     done = run("generate", f"run={trained}", *settings, "out=answers.jsonl", cwd=tmp_path)
     assert [answer["id"] for answer in answers(tmp_path)] == ["two", "one"]
     assert [m["role"] for m in answers(tmp_path)[0]["messages"]] == ["user", "assistant"], "nothing after a cut answer"
