@@ -4,6 +4,7 @@ import contextlib
 import io
 import logging
 import os
+import signal
 import subprocess
 import sys
 import warnings
@@ -55,6 +56,7 @@ def as_if_alone() -> Iterator[None]:
     argv, module, environment = sys.argv, sys.modules["__main__"], dict(os.environ)
     spec, root = getattr(module, "__spec__", None), logging.getLogger()
     handlers, level, random = list(root.handlers), root.level, torch.get_rng_state()
+    signals = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     deterministic, warn_only = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -69,6 +71,8 @@ def as_if_alone() -> Iterator[None]:
         root.handlers[:] = handlers
         root.setLevel(level)
         torch.set_rng_state(random)
+        for number, handler in signals.items():
+            signal.signal(number, handler)
         torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
 
 
