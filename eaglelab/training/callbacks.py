@@ -101,12 +101,10 @@ class GracefulStop(L.Callback):
             self.stopped = trainer.should_stop = True
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self._give_back()
+        self.release()
 
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        self._give_back()  # there is no teardown then
-
-    def _give_back(self) -> None:
+    def release(self) -> None:
+        """Give the signals back to whom they belonged; for trainings that fail, which have no teardown."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous = {}

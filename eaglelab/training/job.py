@@ -71,8 +71,13 @@ def train_once(config: DictConfig, run_dir: str | Path) -> TrainingResult:
         folder.path.mkdir(parents=True, exist_ok=True)
         module.manifest().save(folder.manifest_path)
 
-    trainer.fit(module, data, ckpt_path=ckpt_path, weights_only=True)
-    interrupted = any(isinstance(one, GracefulStop) and one.stopped for one in callbacks)
+    stops = [one for one in callbacks if isinstance(one, GracefulStop)]
+    try:
+        trainer.fit(module, data, ckpt_path=ckpt_path, weights_only=True)
+    finally:
+        for one in stops:
+            one.release()
+    interrupted = any(one.stopped for one in stops)
     figures = _figures(trainer, module, data) | {"interrupted": interrupted}
     figures["features"] = {"source": "online"} if store is None else store.to_dict()
     if started_from:

@@ -9,7 +9,11 @@ import sys
 
 import pytest
 import torch
+from hydra import compose, initialize_config_dir
 
+from eaglelab.cli.config import config_dir, register_resolvers
+from eaglelab.training.job import train_once
+from eaglelab.variants import DraftingModule
 from tests.cli.conftest import SMALL, command, run, run_fresh
 
 
@@ -163,6 +167,22 @@ def test_bad_input_ends_in_one_message(arguments, message, tmp_path):
     assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_a_training_that_fails_gives_the_signals_back(tmp_path, monkeypatch):
+    """Whoever calls the training from Python can be interrupted afterwards as before."""
+    register_resolvers()
+    with initialize_config_dir(config_dir(), version_base="1.3"):
+        config = compose("train", [*SMALL, "variant=eagle", "recipe=eagle", "logger=none", f"run_dir={tmp_path}"])
+
+    def broken(self, batch, number):
+        raise ValueError("broken on purpose")
+
+    monkeypatch.setattr(DraftingModule, "training_step", broken)
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with pytest.raises(ValueError, match="broken on purpose"):
+        train_once(config, tmp_path)
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
 def test_a_finished_run_is_never_overwritten(trained):

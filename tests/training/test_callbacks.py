@@ -45,16 +45,3 @@ def test_a_second_interrupt_ends_at_once(target):
     stop._request(signal.SIGINT, None)
     with pytest.raises(KeyboardInterrupt):
         stop._request(signal.SIGINT, None)
-
-
-class Failing(L.Callback):
-    def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        raise ValueError("broken on purpose")
-
-
-def test_a_training_that_fails_gives_the_signals_back(target):
-    """Whoever calls the training from Python can be interrupted afterwards as before."""
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    with pytest.raises(ValueError, match="broken on purpose"):
-        trainer(2, callbacks=[GracefulStop(), Failing()]).fit(eagle(target), loader([make_batch()]))
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
