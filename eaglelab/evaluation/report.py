@@ -55,7 +55,7 @@ def _summary(metrics: dict[str, Any]) -> list[tuple[str, str, str]]:
             f"over the {metrics['answers_ended']} answers that the model ended itself",
         ),
         ("speed-up", _number(metrics["speedup"], "x"), quartiles),
-        ("", _share(metrics["speedup"], metrics["tau"]), "speed-up / tau: how much of the acceptance became time"),
+        ("", _share(metrics["speedup"], metrics["tau"]), "of tau became speed (speed-up / tau)"),
         ("tokens/s", _number(metrics["tokens_per_s"], digits=1), "with drafter, prefill apart"),
         ("", _number(metrics["baseline_tokens_per_s"], digits=1), "same engine, no drafter"),
         ("identical", _fraction(metrics["identical"]), same),
