@@ -3,6 +3,7 @@
 import json
 import signal
 import subprocess
+import threading
 import time
 
 import pytest
@@ -78,14 +79,19 @@ def test_a_server_answers(stub, tmp_path, monkeypatch):  # noqa: F811
 def test_a_signal_loses_nothing(stub, tmp_path, number):  # noqa: F811
     """A real one to a real process; the finished file is that of an undisturbed job."""
 
+    gate = threading.Event()  # while it is shut, the second half stays without answers: the job is hit in the middle
+
     def behave(question, before):
-        time.sleep(0.02)
+        if int(question[1:]) >= 60:
+            gate.wait(60)
         return stub.echo(question, before)
 
     stub.behave = behave
     data = asked(tmp_path, *({"question": f"q{n}"} for n in range(120)))
     settings = (f"server={stub.url}", data, "client.concurrency=2")
+    gate.set()
     run("generate", *settings, "out=whole.jsonl", cwd=tmp_path)
+    gate.clear()
     out = tmp_path / "answers.jsonl"
     start = command("generate", *settings, "out=answers.jsonl")
     job = subprocess.Popen(start, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
@@ -93,7 +99,8 @@ def test_a_signal_loses_nothing(stub, tmp_path, number):  # noqa: F811
         time.sleep(0.01)
     job.send_signal(number)
     printed, _ = job.communicate(timeout=60)
-    assert 20 <= len(answers(tmp_path)) < 120, "the job must be hit in the middle"
+    gate.set()
+    assert 20 <= len(answers(tmp_path)) < 120
     if number == signal.SIGINT:
         assert job.returncode == 130
         assert f"Continue with: eaglelab generate server={stub.url} data.path=asked.jsonl" in printed
