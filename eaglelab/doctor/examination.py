@@ -73,7 +73,7 @@ def examine(
     prefix: list[list[list[int]]] = []
     steps: list[list[list[int]]] = []
     for ids, prompt_length in conversations:
-        batch = _batch(ids, prompt_length)
+        batch = conversation_batch(ids, prompt_length)
         streams = read_streams(target, batch, addresses)
         found = []
         for one, wired in zip(hypotheses, networks, strict=True):
@@ -90,7 +90,8 @@ def examine(
     return Examination(hypotheses, np.array(roots), *hits)
 
 
-def _batch(ids: Sequence[int], prompt_length: int) -> Batch:
+def conversation_batch(ids: Sequence[int], prompt_length: int) -> Batch:
+    """One conversation alone; everything behind its first ``prompt_length`` tokens is answer."""
     tokens_BS = torch.tensor([list(ids)])
     valid_BS, segment_BS = torch.ones_like(tokens_BS, dtype=torch.bool), torch.zeros_like(tokens_BS)
     position_BS = torch.arange(tokens_BS.shape[1])[None]

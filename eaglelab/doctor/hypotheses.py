@@ -41,10 +41,9 @@ def hypotheses_for(network: DraftNetwork, target: FrozenTarget, taps: tuple[Tap,
     found = [Hypothesis("declared", "the wiring that is declared", "nothing", declared)]
     found += _addresses(declared)
     found += _rotary(network, declared, target)
-    fused = isinstance(network, FusedDrafter)
     found += _fused(network, target, declared) if isinstance(network, FusedDrafter) else _feature(target, declared)
     assert len({one.name for one in found}) == len(found)
-    return found if fused or target.final_norm is not None else [one for one in found if one.name != "pre_norm"]
+    return found
 
 
 def _with(declared: Wiring, name: str, trained: str, change: str, floor: float = ALIVE, **changes: Any) -> Hypothesis:
@@ -137,14 +136,15 @@ def _feature(target: FrozenTarget, declared: Wiring) -> Iterator[Hypothesis]:
         "train on the final norm's output, which is hidden_states[-1] of transformers",
         taps=(target.num_layers - 1,),
     )
-    yield _with(
-        declared,
-        "pre_norm",
-        "streams before the target's final norm, which then comes before the head",
-        "train on the final norm's output, or serve them where drafted features are normed before the head",
-        taps=(LAST_STREAM,),
-        rewire=rewiring.final_norm_before_head(target),
-    )
+    if target.final_norm is not None:
+        yield _with(
+            declared,
+            "pre_norm",
+            "streams before the target's final norm, which then comes before the head",
+            "train on the final norm's output, or serve them where drafted features are normed before the head",
+            taps=(LAST_STREAM,),
+            rewire=rewiring.final_norm_before_head(target),
+        )
 
 
 def _fused(network: FusedDrafter, target: FrozenTarget, declared: Wiring) -> Iterator[Hypothesis]:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from eaglelab.drafters import DrafterConfig
 from eaglelab.features.manifest import feature_manifest
-from eaglelab.features.manifest import software_versions as software_versions
 from eaglelab.target import FeatureManifest
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from eaglelab.doctor import hypotheses_for
-from eaglelab.doctor.examination import _batch, examine
+from eaglelab.doctor.examination import conversation_batch, examine
 from eaglelab.doctor.wiring import LAST_STREAM, Wiring, read_streams
 from eaglelab.drafters import DrafterConfig, FeatureDrafter, FusedDrafter, RolloutContext
 from tests.doctor.planting import REARRANGED, other_revision, rearrange
@@ -38,7 +38,7 @@ def drafter(target, variant: str):
 def chain(drafter, wiring: Wiring) -> list[torch.Tensor]:
     """Target ids by probability, best first, of three chained steps for every row."""
     network, target, _ = drafter
-    batch = _batch(TOKENS, 1)
+    batch = conversation_batch(TOKENS, 1)
     view = wiring.view(batch, target, read_streams(target, batch, set(wiring.taps)))
     wired, context = wiring.network(network), RolloutContext(batch.rows)
     state, found = wired.fuse(view.taps_BRF), []
@@ -89,7 +89,7 @@ def test_another_revision_is_the_same_language_model_with_other_features(target)
 )  # fmt: skip
 def test_shifts_read_the_addresses_that_they_say(target, name, token, feature):
     one = drafter(target, "eagle")
-    batch = _batch(TOKENS, 1)
+    batch = conversation_batch(TOKENS, 1)
     streams = read_streams(target, batch, {"final"})
     view = wiring_of(one, name).view(batch, target, streams)
     for row in range(2, 8):
@@ -104,13 +104,13 @@ def test_shifts_read_the_addresses_that_they_say(target, name, token, feature):
 )
 def test_positions_of_draft_steps(target, name, by_step):
     one = drafter(target, "eagle")
-    batch = _batch(TOKENS, 1)
+    batch = conversation_batch(TOKENS, 1)
     view = wiring_of(one, name).view(batch, target, read_streams(target, batch, {"final"}))
     assert [int(view.position(step)[0, 4]) - 4 for step in range(3)] == by_step
 
 
 def test_the_stream_behind_the_last_layer_is_what_the_final_norm_reads(target):
-    streams = read_streams(target, _batch(TOKENS, 1), {LAST_STREAM, 7})
+    streams = read_streams(target, conversation_batch(TOKENS, 1), {LAST_STREAM, 7})
     assert target.final_norm(streams[LAST_STREAM]).equal(streams["final"])
     with torch.no_grad():
         assert not streams[7].equal(streams[LAST_STREAM])

@@ -1,6 +1,7 @@
 """A stub of an OpenAI-compatible server that can misbehave, and a tiny engine that can chat."""
 
 import json
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -135,3 +136,24 @@ def drafting_engine(chatting_target) -> Engine:
     network = FeatureDrafter(DrafterConfig.from_target(chatting_target.text_config))
     drafter = SlotDrafter(network, chatting_target, ("final",))
     return Engine(chatting_target, drafter, Chain(3))
+
+
+def interrupting(source, last):
+    """``source``, with Ctrl-C when ``last`` conversations have ended."""
+    answer = source.answer
+
+    def stopped(asked, done, watcher):
+        ended, count = watcher.ended, 0
+
+        def watched(one):
+            nonlocal count
+            ended(one)
+            count += 1
+            if count == last:
+                signal.raise_signal(signal.SIGINT)
+
+        watcher.ended = watched
+        answer(asked, done, watcher)
+
+    source.answer = stopped
+    return source

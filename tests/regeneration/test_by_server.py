@@ -2,7 +2,6 @@
 
 import json
 import random
-import signal
 import socket
 import threading
 import time
@@ -11,7 +10,7 @@ import pytest
 
 from eaglelab.decoding import Sampling
 from eaglelab.regeneration import ClientSettings, ServerSource, regenerate
-from tests.regeneration.conftest import MODEL, completion, prompts
+from tests.regeneration.conftest import MODEL, completion, interrupting, prompts
 
 PROMPTS = prompts("zero", "one", ("two a", "two b"), "three", "four", ("five a", "five b", "five c"), "six", "seven")
 FAST = {"wait": 0.001, "retries": 2, "concurrency": 3}
@@ -197,23 +196,7 @@ def test_interrupted_and_resumed(stub, tmp_path, last):
     job(tmp_path / "whole" / "answers.jsonl", stub)
     path = tmp_path / "cut" / "answers.jsonl"
     path.parent.mkdir()
-    stopping = source(stub)
-    answer = stopping.answer
-
-    def stopped(asked, done, watcher):
-        ended, count = watcher.ended, 0
-
-        def watched(one):
-            nonlocal count
-            ended(one)
-            count += 1
-            if count == last:
-                signal.raise_signal(signal.SIGINT)
-
-        watcher.ended = watched
-        answer(asked, done, watcher)
-
-    stopping.answer = stopped
+    stopping = interrupting(source(stub), last)
     assert regenerate(stopping, PROMPTS, path, progress=False).interrupted
     there = len(rows(path))
     assert last <= there < len(PROMPTS)

@@ -6,7 +6,6 @@ EAGLELAB_SMOLLM2 a .gguf file or a folder of SmolLM2-135M-Instruct.
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import time
@@ -20,6 +19,7 @@ from eaglelab.data import Conversation, load_conversations, load_prompts
 from eaglelab.decoding import Engine, Sampling
 from eaglelab.regeneration import ClientSettings, EngineSource, ServerSource, regenerate
 from eaglelab.target import FrozenTarget
+from tests.regeneration.conftest import interrupting
 
 NEEDED = ("EAGLELAB_VLLM_PYTHON", "EAGLELAB_SMOLLM2")
 pytestmark = [
@@ -135,23 +135,7 @@ def test_interrupted_and_resumed(url, tmp_path):
     asked = questions()
     sampling = Sampling(temperature=0.8, top_k=50, seed=5)
     out = tmp_path / "answers.jsonl"
-    stopping = source(url, sampling)
-    answer = stopping.answer
-
-    def stopped(prompts, done, watcher):
-        ended, count = watcher.ended, 0
-
-        def watched(one):
-            nonlocal count
-            ended(one)
-            count += 1
-            if count == 5:
-                signal.raise_signal(signal.SIGINT)
-
-        watcher.ended = watched
-        answer(prompts, done, watcher)
-
-    stopping.answer = stopped
+    stopping = interrupting(source(url, sampling), 5)
     assert regenerate(stopping, asked, out, keep="all", progress=False).interrupted
     first = rows(out)
     assert 5 <= len(first) < len(asked)
