@@ -173,7 +173,8 @@ def scaled(config: DictConfig, steps: int) -> DictConfig:
     """The configuration for a training of ``steps`` optimizer steps, its schedule stretched with it.
 
     A warm-up counted in steps and a decay that ends at a fixed step keep their share of the training; shares and
-    decays to the end are so already. Validation comes ten times.
+    decays to the end are so already. Validation comes as often as in the recipe, but at most ten times: it is outside of
+    the budget and would take longer than a short training.
     """
     recipe = int(config.trainer.max_steps)
     if recipe <= 0:
@@ -185,8 +186,14 @@ def scaled(config: DictConfig, steps: int) -> DictConfig:
             optim["warmup_steps"] = max(1, round(warmup * steps / recipe))
         if total is not None:
             optim["total_steps"] = max(1, round(int(total) * steps / recipe))
-    interval = max(1, steps * int(config.optim.accumulate) // 10)
+    batches = steps * int(config.optim.accumulate)
+    interval = min(batches, max(1, batches // 10, _interval(config.trainer.val_check_interval)))
     trainer = {"max_steps": steps, "max_epochs": -1, "val_check_interval": interval}
     merged = OmegaConf.merge(config, {"optim": optim, "trainer": trainer})
     assert isinstance(merged, DictConfig)
     return merged
+
+
+def _interval(setting: float | int | None) -> int:
+    """Batches between validations; a share of an epoch or nothing set is no number of batches."""
+    return setting if isinstance(setting, int) else 0

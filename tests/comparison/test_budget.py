@@ -72,7 +72,9 @@ def test_a_schedule_keeps_its_shape():
     recipe = compose_training(["variant=eagle"], "/nowhere")  # 1240 steps, warm-up of 20
     half = scaled(recipe, 620)
     assert half.optim.warmup_steps == 10
-    assert (half.trainer.max_steps, half.trainer.val_check_interval) == (620, 62)
+    assert (half.trainer.max_steps, half.trainer.val_check_interval) == (620, 124)
+    # the recipe validates every 124 steps: no more often, at most ten times, and at the end of a shorter one
+    assert [scaled(recipe, steps).trainer.val_check_interval for steps in (39, 2480)] == [39, 248]
     laws = [OptimConfig(**config.optim) for config in (recipe, half)]
     for share in (0.25, 0.5, 0.75):
         long, short = (law.lr_scale(int(share * n), n) for law, n in zip(laws, (1240, 620)))
