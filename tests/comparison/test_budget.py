@@ -83,7 +83,7 @@ def test_a_schedule_keeps_its_shape():
     tenth = scaled(pinned, 80_000)
     assert (tenth.optim.warmup_steps, tenth.optim.total_steps) == (200, 80_000)
     accumulated = compose_training(["variant=eagle", "optim.accumulate=4", "optim.warmup_steps=0.1"], "/nowhere")
-    assert scaled(accumulated, 100).trainer.val_check_interval == 40  # in micro-batches
+    assert scaled(accumulated, 1000).trainer.val_check_interval == 400  # in micro-batches
     assert scaled(accumulated, 100).optim.warmup_steps == 0.1
 
 
