@@ -171,6 +171,20 @@ def test_noise_touches_inputs_only_and_training_only(target):
     assert taus[0] == taus[1]
 
 
+def test_length_scaled_noise_knows_the_sample_inside_a_packed_row(target):
+    """U[-0.1, 0.1] * 512 / L, L the tokens of the row's own sample: 9, 7 and 12 here, not those of the packed row."""
+    batch = make_batch(((9, 7), (12,)))
+    module = eagle(target, noise="length_scaled")
+    view = View.of(batch, target, (FINAL,))
+    plain_BRd = torch.zeros(*batch.rows.legal_BR.shape, 512)
+    size_BR = module.noisy(plain_BRd, view).abs().amax(-1)
+    for (b, segment), length in {(0, 0): 9, (0, 1): 7, (1, 0): 12}.items():
+        mine = batch.rows.legal_BR[b] & (batch.rows.segment_BR[b] == segment)
+        width = 0.1 * 512 / length
+        assert mine.sum() == length - 1
+        assert ((size_BR[b][mine] <= width) & (size_BR[b][mine] > 0.95 * width)).all()
+
+
 def test_accumulation_equals_one_larger_batch(target):
     """Two micro-batches of equal row counts give the step of their union."""
     first, second = make_batch(((9,),), seed=1), make_batch(((9,),), seed=2)
