@@ -88,7 +88,6 @@ class Engine:
             flat = drafted.only_for(drafting)
             position_BR = state.length_B1 + flat.topology.depth_BR
             ancestor_BRR = flat.mask_BRR
-            watch.mark()
             with self._experts or nullcontext():
                 verified = self.target.forward_rows(
                     flat.tokens_BR,
@@ -97,6 +96,7 @@ class Engine:
                     ancestor_BNN=ancestor_BRR,
                     taps=self.taps if any(request.drafting for request in state.requests) else (),
                     count_B=None if flat is drafted else [flat.rows if one else 1 for one in drafting],
+                    planned=watch.mark,
                 )
             decision = self._decide(state, verified.logits_BNV, flat, drafted, drafting, generators)
             host = decision.to_host()  # the round's one host sync

@@ -83,12 +83,12 @@ class RoundRecord:
 
     @property
     def pack_s(self) -> float:
-        """Flattening the tree: rows, positions, ancestry mask."""
+        """Flattening the tree: rows, positions, and the target's additive mask."""
         return self.watch.between(1, 2) / self.batch
 
     @property
     def verify_s(self) -> float:
-        """The target's forward, acceptance, and the wait for its result."""
+        """The target's forward from rows and mask on, acceptance, and the wait for its result."""
         return self.watch.between(2, 3) / self.batch
 
     @property

@@ -208,12 +208,12 @@ class SlotDrafter:
         """
         W = tokens_BW.shape[1]
         assert ancestor_BWP is not None or W == 1
+        mask = None
+        if ancestor_BWP is not None or not state.uniform:
+            mask = state.tree_mask(ancestor_BWP, W, max(state.lengths) + state.provisional + W)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys, values = state.write(k, v)
-            mask = None
-            if ancestor_BWP is not None or not state.uniform:
-                mask = state.tree_mask(ancestor_BWP, W, keys.shape[2])
             return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=True)
 
         hidden_BWd = self._forward(hidden_BWd, tokens_BW, position_BW, attend)

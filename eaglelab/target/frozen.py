@@ -9,7 +9,7 @@ attention serves as a target.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +22,7 @@ from eaglelab import assets
 from eaglelab.target import inputs, loading, probe
 from eaglelab.target.decoder import find_wiring, use_exact_attention
 from eaglelab.target.fingerprint import TargetFingerprint, fingerprint_target
-from eaglelab.target.kv import KVSlots, LayerShape
+from eaglelab.target.kv import KVSlots, LayerShape, SlotPlan
 from eaglelab.target.masks import MaskRule, segment_allowed
 from eaglelab.target.taps import FINAL, Tap, validate_taps
 from eaglelab.target.unpacking import MASKED_LENGTH, features_of_segments, passes_missing, unpack
@@ -320,6 +320,7 @@ class FrozenTarget(nn.Module):
         taps: Sequence[Tap] = (),
         count_B: Sequence[int] | None = None,
         logits: Literal["all", "last"] = "all",
+        planned: Callable[[], None] | None = None,
     ) -> RowsOutput:
         """Append N provisional rows to each sequence and return their logits and features.
 
@@ -336,6 +337,7 @@ class FrozenTarget(nn.Module):
             count_B: real rows per sequence when prompts are ragged; later rows are padding.
             logits: ``"last"`` runs the head on the last real row of each sequence only
                 ([B, 1, V]), for prompts.
+            planned: called when slots and masks are ready, just before the decoder runs.
 
         Raises:
             ValueError: shapes, ids or positions outside what the target has, or a full cache.
@@ -354,9 +356,9 @@ class FrozenTarget(nn.Module):
                 position_BN = position_BN.masked_fill(~plan.real_BN, 0)
             if longest + N > self.max_positions:
                 inputs.check_positions(position_BN, self.max_positions)
-            allowed_BNK = plan.visibility(ancestor_BNN)
-            key_position_BK = plan.key_positions(position_BN) if self._masks.by_position else position_BN
-            mask = self._masks.additive(allowed_BNK, position_BN, key_position_BK, self.dtype)
+            mask = self._mask(plan, ancestor_BNN, position_BN)
+            if planned is not None:
+                planned()
             with self._wiring.tapping(taps) as tapped:
                 final_BNd = self._wiring.run(tokens_BN, position_BN, mask, cache)
         except BaseException:
@@ -369,6 +371,13 @@ class FrozenTarget(nn.Module):
         return RowsOutput(self.lm_head(final_BNd), features)
 
     # --- internals ----------------------------------------------------------------------------
+
+    def _mask(self, plan: SlotPlan, ancestor_BNN: Tensor | None, position_BN: Tensor) -> Tensor | dict[str, Tensor]:
+        if not self._masks.by_position and plan.start is not None:
+            return self._masks.ready(plan.bias(ancestor_BNN, self.dtype))
+        allowed_BNK = plan.visibility(ancestor_BNN)
+        key_position_BK = plan.key_positions(position_BN) if self._masks.by_position else position_BN
+        return self._masks.additive(allowed_BNK, position_BN, key_position_BK, self.dtype)
 
     @torch.no_grad()
     def _ask(self) -> tuple[float, probe.HeadForm]:

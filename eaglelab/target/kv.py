@@ -74,6 +74,21 @@ class SlotPlan:
         allowed_BNK[:, :, 0] |= ~self.real_BN
         return allowed_BNK[:, :, : self.visible]
 
+    def bias(self, ancestor_BNN: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """``visibility`` as an additive mask, [B or 1, 1, N, K], where one slice serves every sequence.
+
+        Committed slots are open to every row, so only the N by N corner of the new rows is looked at.
+        """
+        assert self.start is not None
+        N = self.rows
+        if N == 1:
+            return torch.zeros(1, 1, 1, self.visible, dtype=dtype, device=self.device)
+        if ancestor_BNN is None:
+            ancestor_BNN = torch.ones(1, N, N, dtype=torch.bool, device=self.device).tril_()
+        bias_B1NK = torch.zeros(ancestor_BNN.shape[0], 1, N, self.visible, dtype=dtype, device=self.device)
+        bias_B1NK[..., self.start :].masked_fill_(~ancestor_BNN.to(torch.bool)[:, None], torch.finfo(dtype).min)
+        return bias_B1NK
+
     def key_positions(self, position_BN: Tensor) -> Tensor:
         """Positions of the visible slots, [B, K]: committed slot s is position s."""
         B = position_BN.shape[0]

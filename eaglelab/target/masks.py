@@ -107,6 +107,11 @@ class MaskRule:
             masks[kind] = bias_BQK.masked_fill_(~visible_BQK, torch.finfo(dtype).min)[:, None]
         return masks if self.keyed else masks[self.kinds[0]]
 
+    def ready(self, bias_B1QK: Tensor) -> Tensor | dict[str, Tensor]:
+        """An additive mask as the decoder takes it; only where all layers see the same (not ``by_position``)."""
+        assert not self.by_position
+        return {FULL: bias_B1QK} if self.keyed else bias_B1QK
+
 
 def segment_allowed(segment_BS: Tensor) -> Tensor:
     """Causal attention inside segments, [B, S, S] bool. Segment -1 is padding: it sees itself."""

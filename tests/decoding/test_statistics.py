@@ -59,7 +59,18 @@ class TableTarget:
     def new_cache(self, batch, capacity, *, room=None):
         return KVSlots(batch, capacity, ((1, 1, 1, 1),), room=room)  # keys hold tokens, values positions
 
-    def forward_rows(self, tokens_BN, position_BN, cache, *, ancestor_BNN=None, taps=(), count_B=None, logits="all"):
+    def forward_rows(
+        self,
+        tokens_BN,
+        position_BN,
+        cache,
+        *,
+        ancestor_BNN=None,
+        taps=(),
+        count_B=None,
+        logits="all",
+        planned=lambda: None,
+    ):
         plan = cache.begin(tokens_BN.shape[1], count_B, self.device)
         tokens_BGNh, position_BGNh = tokens_BN.float()[:, None, :, None], position_BN.float()[:, None, :, None]
         token_BK, position_BK = (x[:, 0, :, 0] for x in cache.update(tokens_BGNh, position_BGNh, 0))
@@ -69,6 +80,7 @@ class TableTarget:
         context_BN = (weight_BNK * token_BK[:, None]).sum(-1).long()
         if plan.real_BN is not None:
             context_BN = context_BN.masked_fill(~plan.real_BN, 0)
+        planned()
         features = {tap: context_BN[..., None].float() for tap in taps}
         if logits == "last":
             context_BN = context_BN.gather(1, torch.tensor(plan.counts)[:, None] - 1)
