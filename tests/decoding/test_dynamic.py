@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from eaglelab.decoding import DraftSeed, DynamicTree, make_tree
+from eaglelab.decoding import DraftSeed, DynamicTree, Engine, make_tree
 from eaglelab.decoding.policies.dynamic import best_first, prune
 from eaglelab.decoding.policies.expansion import grow
 from eaglelab.drafters import DrafterConfig, FeatureDrafter, FusedDrafter, SlotDrafter
 from eaglelab.target import FrozenTarget
 from tests.oracles.golden import Golden
-from tests.oracles.scripted import tiny_llama
+from tests.oracles.scripted import ScriptDrafter, drafts, hf_greedy, tiny_llama
 from tests.oracles.tables import BASE, TableDrafter, child, tree_paths
 
 # ---- the pinned implementation ------------------------------------------------------------------------------
@@ -412,3 +412,63 @@ def test_no_host_sync():
         tree = DynamicTree(5, 4, 30).draft(Fake(), None, seed)
     assert tree.tokens_BN.shape == (3, 30)
     assert tree.topology.ancestor_BRR.shape == (3, 31, 31)
+
+
+# ---- the floor -----------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    salt=st.integers(0, 10**6),
+    width=st.integers(1, VOCAB),
+    depth=st.integers(1, 5),
+    budget=st.integers(1, 60),
+    floor=st.sampled_from([1e-4, 1e-3, 0.01, 0.05, 0.2, 0.9]),
+)
+def test_a_floor_keeps_the_nodes_that_reach_it(salt, width, depth, budget, floor):
+    log_p = random_table(salt, ties=False)
+    drafter = TableDrafter(log_p)
+    state = drafter.new_state(1, 0)
+    tree = DynamicTree(width, depth, budget, floor).draft(drafter, state, drafter.seed([3]))
+    expected = by_heap(log_p, 3, width, depth, budget)
+    worth = {path: value for path, value in expected.items() if value >= math.log(floor)}
+    (paths,) = tree_paths(tree)
+    assert set(paths) == (set(worth) or {next(iter(by_heap(log_p, 3, width, 1, 1)))})
+    everything = by_heap(log_p, 3, width, min(depth, budget), 10**6)
+    forwarded = [path for path, value in everything.items() if value >= math.log(floor) and len(path) < depth]
+    assert state.path_BP.shape[1] <= len(forwarded)  # no row of a hopeless node
+    assert drafter.steps == min(max((len(path) for path in forwarded), default=0), min(depth, budget) - 1)
+
+
+def test_with_a_floor_the_most_hopeful_sequence_of_a_batch_decides():
+    log_p = random_table(5, ties=False)
+    for floor in (0.02, 0.1):
+        policy, starts = DynamicTree(3, 4, 20, floor), [1, 2, 3, 4]
+        alone = []
+        for start in starts:
+            drafter = TableDrafter(log_p)
+            alone += tree_paths(policy.draft(drafter, drafter.new_state(1, 0), drafter.seed([start])))
+        drafter = TableDrafter(log_p)
+        together = tree_paths(policy.draft(drafter, drafter.new_state(4, 0), drafter.seed(starts)))
+        assert len({len(paths) for paths in alone}) > 1, "the case decides nothing"
+        assert all(set(one) <= set(many) for one, many in zip(alone, together, strict=True))
+        assert {len(paths) for paths in together} == {max(len(paths) for paths in alone)}
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_text_with_a_floor_is_that_of_greedy_decoding(batch):
+    target = FrozenTarget(tiny_llama(23))
+    prompts = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10], [11, 3]]
+    drafter = ScriptDrafter(drafts("noisy", target.model, 23), [prompt[0] for prompt in prompts])
+    engine = Engine(target, drafter, DynamicTree(4, 5, 12, floor=0.15))
+    results = engine.generate(prompts, max_new_tokens=24, stop_ids=set(), batch=batch)
+    for prompt, result in zip(prompts, results, strict=True):
+        assert result.tokens == hf_greedy(target.model, prompt, 24)
+    assert len({record.drafted for result in results for record in result.rounds}) > 2
+    assert max(count for result in results for count in result.accepted) > 1
+
+
+@pytest.mark.parametrize("floor", [-0.1, 1, 1.5, math.nan])
+def test_a_floor_is_a_probability(floor):
+    with pytest.raises(ValueError, match=r"tree\.floor="):
+        DynamicTree(floor=floor)

@@ -1,11 +1,12 @@
 """EAGLE-2's dynamic tree: the drafter's own confidence decides where a tree grows.
 
-Letters: B batch, K width, W = K frontier nodes of the newest level, P provisional draft rows so far, M candidates
+Letters: B batch, K width, W <= K frontier nodes of the newest level, P provisional draft rows so far, M candidates
 recorded so far or at one level, N nodes kept, R = M + 1 rows with the root, d hidden, V draft vocabulary.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -13,6 +14,9 @@ from torch import Tensor
 
 from eaglelab.decoding.protocol import Drafter, DraftSeed, DraftState
 from eaglelab.decoding.tree import Candidates, Topology, Tree
+
+MOST = 1000
+"""Of every setting; beyond it a round takes gigabytes."""
 
 
 class DynamicTree:
@@ -33,22 +37,30 @@ class DynamicTree:
         width: children recorded per node, and nodes forwarded per level.
         depth: deepest level that is grown. A level below `budget` could not be kept and is not grown.
         budget: most nodes to verify.
+        floor: least path probability of a node that is forwarded or, but for the best one, verified. Where no node of
+            a level has it, drafting stops. The output stays exact, as with any tree; tau falls a little, and rounds
+            get cheaper where drafter levels and rows cost. In a batch the sequence with most such nodes decides. Above
+            0, the host waits for the device once per level and once more.
 
     Raises:
-        ValueError: an argument is not a whole number >= 1.
+        ValueError: width, depth or budget is not a whole number >= 1, or `floor` not in [0, 1).
     """
 
     name = "dynamic"
     samples = False
 
-    def __init__(self, width: int = 10, depth: int = 6, budget: int = 59) -> None:
+    def __init__(self, width: int = 10, depth: int = 6, budget: int = 59, floor: float = 0.0) -> None:
         for setting, value in (("width", width), ("depth", depth), ("budget", budget)):
             if type(value) is not int or value < 1:
                 raise ValueError(
                     f"tree.{setting}={value!r}: a dynamic tree needs a whole number >= 1; use tree=none to decode "
                     "without a drafter"
                 )
-        self.width, self.depth, self.budget = width, depth, budget
+            if value > MOST:
+                raise ValueError(f"tree.{setting}={value}: at most {MOST:,}; a round holds width * width candidates")
+        if not 0 <= floor < 1:
+            raise ValueError(f"tree.floor={floor!r} must be a probability in [0, 1); 0 keeps every node")
+        self.width, self.depth, self.budget, self.floor = width, depth, budget, float(floor)
         self.max_depth = min(depth, budget)
         self.max_step_rows = width * (self.max_depth - 1)
         self.expanded = width + width * self.max_step_rows
@@ -61,6 +73,7 @@ class DynamicTree:
             "depth": self.depth,
             "width": self.width,
             "budget": self.budget,
+            **({"floor": self.floor} if self.floor else {}),
         }
 
     def draft(self, drafter: Drafter, state: DraftState, seed: DraftSeed) -> Tree:
@@ -70,14 +83,19 @@ class DynamicTree:
             ValueError: `width` is above the draft vocabulary.
         """
         K, device = self.width, seed.hidden_B1d.device
-        self_BWW = torch.eye(K, dtype=torch.bool, device=device).expand(seed.batch, -1, -1)
         value_BM, tokens_BM = self._children(drafter, seed.hidden_B1d, torch.zeros(seed.batch, 1, device=device))
         values, tokens, parents = [value_BM], [tokens_BM], [torch.zeros_like(tokens_BM)]
-        hidden_BWd, sees_BWP = seed.hidden_B1d.expand(-1, K, -1), self_BWW
+        hidden_BWd, sees_BWP = seed.hidden_B1d, None
         first_row = 1  # of the newest level, in the order of recording
         for level in range(1, self.max_depth):
-            front_BW = best_first(value_BM)[:, :K]
-            if level > 1:
+            W = self._worth(value_BM, K)
+            if W == 0:
+                break
+            front_BW = best_first(value_BM)[:, :W]
+            self_BWW = torch.eye(W, dtype=torch.bool, device=device).expand(seed.batch, -1, -1)
+            if sees_BWP is None:
+                hidden_BWd, sees_BWP = hidden_BWd.expand(-1, W, -1), self_BWW
+            else:
                 above_BW = front_BW // K  # each node's parent, as a place in the frontier before
                 hidden_BWd = _gather_rows(hidden_BWd, above_BW)
                 sees_BWP = torch.cat([_gather_rows(sees_BWP, above_BW), self_BWW], dim=-1)
@@ -89,7 +107,13 @@ class DynamicTree:
             value_BM, tokens_BM = self._children(drafter, hidden_BWd, value_BW)
             values.append(value_BM)
             tokens.append(tokens_BM)
-        return self._prune(torch.cat(parents, dim=1), torch.cat(tokens, dim=1), torch.cat(values, dim=1))
+        return self._prune(torch.cat(parents, dim=1), torch.cat(tokens, dim=1), torch.cat(values, dim=1), len(values))
+
+    def _worth(self, value_BM: Tensor, most: int) -> int:
+        """How many nodes reach the floor in the sequence that has most of them; `most` without a floor."""
+        if self.floor == 0:
+            return min(most, value_BM.shape[1])
+        return min(most, int((value_BM >= math.log(self.floor)).sum(dim=1).max()))
 
     def _children(self, drafter: Drafter, hidden_BWd: Tensor, value_BW: Tensor) -> tuple[Tensor, Tensor]:
         """Path values and tokens [B, W * width] of every node's best children, node by node."""
@@ -105,14 +129,14 @@ class DynamicTree:
         value_BWK = torch.minimum(parent_BW1 + log_p_BWK, parent_BW1)
         return value_BWK.flatten(1), drafter.to_target_ids(ids_BWK).flatten(1)
 
-    def _prune(self, parent_BM: Tensor, tokens_BM: Tensor, value_BM: Tensor) -> Tree:
-        kept_BN, parent_BN = prune(parent_BM, value_BM, self.budget)
-        topology = Topology.from_parents(parent_BN, self.max_depth, chain=self.width == 1)
+    def _prune(self, parent_BM: Tensor, tokens_BM: Tensor, value_BM: Tensor, levels: int) -> Tree:
+        kept_BN, parent_BN = prune(parent_BM, value_BM, max(self._worth(value_BM, self.budget), 1))
+        topology = Topology.from_parents(parent_BN, levels, chain=self.width == 1)
         return Tree(
             tokens_BM.gather(1, kept_BN),
             value_BM.gather(1, kept_BN),
             topology,
-            expanded=self.expanded,
+            expanded=value_BM.shape[1],
             candidates=Candidates(parent_BM, tokens_BM, value_BM, kept_BN),
         )
 
