@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import hydra
 from omegaconf import DictConfig
 
-from eaglelab.cli.config import config_dir
-from eaglelab.cli.errors import friendly
+from eaglelab.cli.errors import command
 
 
-@hydra.main(version_base="1.3", config_path=config_dir(), config_name="bench")
-@friendly
+@command("bench")
 def main(config: DictConfig) -> None:
     """Measure one training step of every variant; prints a table."""
     from eaglelab.training.cost import Shape, cost_table, measure, save_costs

@@ -6,12 +6,11 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from eaglelab.cli.config import config_dir, register_resolvers
-from eaglelab.cli.errors import friendly
+from eaglelab.cli.config import register_resolvers
+from eaglelab.cli.errors import command
 from eaglelab.cli.quiet import quiet_libraries
 
 if TYPE_CHECKING:
@@ -29,8 +28,7 @@ def main() -> None:
         write()
 
 
-@hydra.main(version_base="1.3", config_path=config_dir(), config_name="cache")
-@friendly
+@command("cache")
 def write(config: DictConfig) -> None:
     """Write the store, or this process's share of it. Exit code 130 when interrupted."""
     from eaglelab.features.writer import AGAIN
@@ -66,8 +64,7 @@ def _told(writer: StoreWriter, done: Progress) -> str:
     return "\n".join(lines)
 
 
-@hydra.main(version_base="1.3", config_path=config_dir(), config_name="cache_verify")
-@friendly
+@command("cache_verify")
 def verify(config: DictConfig) -> None:
     """Check a store; exit code 1 and the place of the difference if there is one."""
     from eaglelab.features import verify as job

@@ -6,11 +6,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import hydra
 from omegaconf import DictConfig, OmegaConf
 
-from eaglelab.cli.config import config_dir, register_resolvers
-from eaglelab.cli.errors import friendly
+from eaglelab.cli.config import register_resolvers
+from eaglelab.cli.errors import command
 from eaglelab.cli.quiet import quiet_libraries
 
 if TYPE_CHECKING:
@@ -21,8 +20,7 @@ register_resolvers()
 LISTS = ("variants", "train", "seeds", "suites", "trees", "temperatures", "batches")
 
 
-@hydra.main(version_base="1.3", config_path=config_dir(), config_name="compare")
-@friendly
+@command("compare")
 def main(config: DictConfig) -> None:
     """Compare drafters; prints the tables, writes ``results.json``, ``results.parquet`` and ``report.html``."""
     from hydra.core.hydra_config import HydraConfig

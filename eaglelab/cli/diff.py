@@ -6,11 +6,10 @@ import json
 import sys
 from pathlib import Path
 
-import hydra
 from omegaconf import DictConfig
 
-from eaglelab.cli.config import config_dir, register_resolvers
-from eaglelab.cli.errors import friendly
+from eaglelab.cli.config import register_resolvers
+from eaglelab.cli.errors import command
 from eaglelab.cli.quiet import quiet_libraries
 
 register_resolvers()
@@ -26,8 +25,7 @@ def main() -> None:
     _main()
 
 
-@hydra.main(version_base="1.3", config_path=config_dir(), config_name="diff")
-@friendly
+@command("diff")
 def _main(config: DictConfig) -> None:
     """Print what separates runs."""
     from eaglelab.comparison import diff_table, differences

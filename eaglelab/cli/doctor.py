@@ -8,11 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import hydra
 from omegaconf import DictConfig, OmegaConf
 
-from eaglelab.cli.config import config_dir, register_resolvers
-from eaglelab.cli.errors import friendly
+from eaglelab.cli.config import register_resolvers
+from eaglelab.cli.errors import command
 from eaglelab.cli.quiet import quiet_libraries
 
 if TYPE_CHECKING:
@@ -23,8 +22,7 @@ if TYPE_CHECKING:
 register_resolvers()
 
 
-@hydra.main(version_base="1.3", config_path=config_dir(), config_name="doctor")
-@friendly
+@command("doctor")
 def main(config: DictConfig) -> None:
     """Examine a drafter under every hypothesis and print what fits."""
     from tqdm import tqdm

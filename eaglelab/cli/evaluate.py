@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import time
 
-import hydra
 from omegaconf import DictConfig
 
-from eaglelab.cli.config import config_dir, register_resolvers, require_multirun
+from eaglelab.cli.config import register_resolvers, require_multirun
 from eaglelab.cli.decoding import prompts_of, sampling_of, telemetry_of
-from eaglelab.cli.errors import friendly
+from eaglelab.cli.errors import command
 from eaglelab.cli.quiet import quiet_libraries
 
 register_resolvers()
 
 
-@hydra.main(version_base="1.3", config_path=config_dir(), config_name="evaluate")
-@friendly
+@command("evaluate")
 def main(config: DictConfig) -> float | None:
     """Evaluate a run's drafter; prints the table, writes ``metrics.json``, returns tau (None without a round)."""
     from eaglelab.decoding import make_tree

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import hydra
 from omegaconf import DictConfig
 
-from eaglelab.cli.config import config_dir, register_resolvers
-from eaglelab.cli.errors import friendly
+from eaglelab.cli.config import register_resolvers
+from eaglelab.cli.errors import command
 from eaglelab.cli.quiet import quiet_libraries
 
 register_resolvers()
 
 
-@hydra.main(version_base="1.3", config_path=config_dir(), config_name="export")
-@friendly
+@command("export")
 def main(config: DictConfig) -> None:
     """Write a run's drafter in another project's format."""
     from eaglelab.formats import export_drafter

@@ -6,12 +6,11 @@ import shlex
 import sys
 from typing import TYPE_CHECKING
 
-import hydra
 from omegaconf import DictConfig
 
-from eaglelab.cli.config import config_dir, register_resolvers
+from eaglelab.cli.config import register_resolvers
 from eaglelab.cli.decoding import sampling_of
-from eaglelab.cli.errors import friendly
+from eaglelab.cli.errors import command
 from eaglelab.cli.quiet import quiet_libraries
 
 if TYPE_CHECKING:
@@ -28,8 +27,7 @@ def main() -> None:
     _main()
 
 
-@hydra.main(version_base="1.3", config_path=config_dir(), config_name="generate")
-@friendly
+@command("generate")
 def _main(config: DictConfig) -> None:
     from eaglelab.evaluation import wants_color
 
@@ -47,6 +45,8 @@ def _check(config: DictConfig) -> None:
     """Raises ValueError for settings that do not go together."""
     if (config.prompt is None) == (config.data.path is None):
         raise ValueError('give one of prompt="a question" and data=FILE.jsonl')
+    if config.prompt is not None and not str(config.prompt).strip():
+        raise ValueError('the prompt is empty; give prompt="a question"')
     if config.prompt is not None and (config.out is not None or config.server is not None):
         raise ValueError("out= and server= go with data=FILE.jsonl; the answer to a single prompt is printed")
     if config.data.path is not None and config.out is None:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import hydra
 from omegaconf import DictConfig, OmegaConf
 
-from eaglelab.cli.config import config_dir, register_resolvers
-from eaglelab.cli.errors import friendly
+from eaglelab.cli.config import register_resolvers
+from eaglelab.cli.errors import command
 from eaglelab.cli.quiet import quiet_libraries
 
 register_resolvers()
 
 
-@hydra.main(version_base="1.3", config_path=config_dir(), config_name="report")
-@friendly
+@command("report")
 def main(config: DictConfig) -> None:
     """Write the page of a comparison, or one of draft trees, and say where it is."""
     from eaglelab.report import write_report, write_trees

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-import hydra
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
-from eaglelab.cli.config import config_dir, register_resolvers, require_multirun
-from eaglelab.cli.errors import friendly
+from eaglelab.cli.config import register_resolvers, require_multirun
+from eaglelab.cli.errors import command
 from eaglelab.cli.quiet import quiet_libraries
 
 if TYPE_CHECKING:
@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 register_resolvers()
 
 
-@hydra.main(version_base="1.3", config_path=config_dir(), config_name="train")
-@friendly
+@command("train")
 def main(config: DictConfig) -> float | None:
     """Train as configured; returns the simulated tau, for sweeps."""
     from eaglelab.training import train  # heavy imports after Hydra has answered --help and typos
@@ -29,7 +28,7 @@ def main(config: DictConfig) -> float | None:
     require_multirun()
     quiet_libraries()
     try:
-        result = train(config, config.run_dir)
+        result = train(config, config.run_dir, on_start=lambda: _record(config))
     finally:
         finish_wandb()
     if result.speaks:
@@ -37,6 +36,16 @@ def main(config: DictConfig) -> float | None:
     if result.interrupted:
         raise SystemExit(130)
     return result.figures["final"].get("val/tau")
+
+
+def _record(config: DictConfig) -> None:
+    """Write ``.hydra/``, as Hydra would; it writes before the job can refuse, over the record of a run that exists."""
+    settings = HydraConfig.get()
+    folder = Path(settings.runtime.output_dir) / ".hydra"
+    folder.mkdir(parents=True, exist_ok=True)
+    whole = OmegaConf.create({"hydra": settings})
+    for name, content in (("config", config), ("hydra", whole), ("overrides", settings.overrides.task)):
+        (folder / f"{name}.yaml").write_text(OmegaConf.to_yaml(content), encoding="utf-8")
 
 
 def _tell(result: TrainingResult) -> None:

@@ -178,7 +178,7 @@ def _fail(where: str, what: str, way_out: str) -> NoReturn:
 def _rows(paths: Paths, limit: int | None) -> Iterator[tuple[str, Any]]:
     """(where, decoded row) of every row of every source, at most ``limit`` in all."""
     if limit is not None and limit < 1:
-        raise ValueError(f"limit={limit} keeps no conversation; use a positive number, or none for all")
+        raise ValueError(f"limit={limit} keeps no conversation; use a positive number, or null for all")
     sources = [paths] if isinstance(paths, str | Path) else list(paths)
     if not sources:
         raise ValueError("no data file was given; name at least one")

@@ -91,7 +91,7 @@ class PackedDataModule(L.LightningDataModule):
         report: counts, after :meth:`setup`.
 
     Raises:
-        ValueError: a batch size below 1.
+        ValueError: a batch size below 1, or a negative number of workers.
     """
 
     padded_length: int | None = None
@@ -100,6 +100,8 @@ class PackedDataModule(L.LightningDataModule):
         super().__init__()
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size} makes no batch; use at least 1")
+        if num_workers < 0:
+            raise ValueError(f"num_workers={num_workers}: use 0 for none, or how many processes collate batches")
         self.batch_size, self.supervise, self.seed, self.num_workers = batch_size, supervise, seed, num_workers
         self._splits: tuple[PackedRows, PackedRows | None] | None = None
         self._report: DataReport | None = None
@@ -223,6 +225,8 @@ class ConversationDataModule(PackedDataModule):
         super().__init__(batch_size=batch_size, supervise=supervise, seed=seed, num_workers=num_workers)
         if not 0 <= val_fraction < 1:
             raise ValueError(f"val_fraction={val_fraction} must be in [0, 1); 0 holds nothing out")
+        if val_limit is not None and val_limit < 1:
+            raise ValueError(f"val_limit={val_limit} keeps no conversation; use at least 1, or null for all")
         if row_length is not None and row_length < max_length and packing:
             raise ValueError(
                 f"row_length={row_length} is shorter than max_length={max_length}, so a conversation may fit "

@@ -50,6 +50,14 @@ class DrafterConfig:
     recurrence: Recurrence = "pre_norm"
 
     def __post_init__(self) -> None:
+        for name in ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"drafter: {name}={getattr(self, name)} is below 1; set variant.drafter.{name}")
+        if not isinstance(self.rope_parameters, dict):
+            raise ValueError(
+                f"drafter: rope_parameters={self.rope_parameters} is not of the form {{rope_type: default, rope_theta: "
+                "10000.0}; set variant.drafter.rope_parameters"
+            )
         heads, groups = self.num_attention_heads, self.num_key_value_heads
         if heads % groups:
             raise ValueError(

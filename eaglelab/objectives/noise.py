@@ -13,6 +13,14 @@ from torch import Tensor
 NoiseLaw = Literal["none", "paper_uniform", "length_scaled", "gaussian"]
 
 
+def check_noise(law: str, scale: float) -> None:
+    """Raises ValueError for an unknown law or a negative scale."""
+    if law not in get_args(NoiseLaw):
+        raise ValueError(f"noise law {law!r} is not one of {', '.join(get_args(NoiseLaw))}")
+    if scale < 0:
+        raise ValueError(f"noise scale must be >= 0, got {scale}")
+
+
 def feature_noise(
     shape: torch.Size | tuple[int, ...],
     law: NoiseLaw,
@@ -42,10 +50,7 @@ def feature_noise(
     Raises:
         ValueError: unknown law, negative scale, or ``length_scaled`` without lengths.
     """
-    if law not in get_args(NoiseLaw):
-        raise ValueError(f"noise law {law!r} is not one of {', '.join(get_args(NoiseLaw))}")
-    if scale < 0:
-        raise ValueError(f"noise scale must be >= 0, got {scale}")
+    check_noise(law, scale)
     if law == "none":
         return None
     if law == "gaussian":

@@ -140,6 +140,7 @@ def load(
     from transformers import AutoModelForCausalLM
 
     torch_dtype = as_dtype(dtype)
+    require_device(device)
     place = locate(source, revision, gguf_file)
     common: dict[str, Any] = {
         "revision": place.revision,
@@ -185,6 +186,14 @@ def load(
         folder = place.folder or _snapshot_folder(place)
         place = replace(place, folder=folder, revision=folder.name if folder else place.revision)
     return model, load_tokenizer(place, common), place
+
+
+def require_device(device: str | torch.device) -> None:
+    """Raises ValueError for a device that this machine, or this build of torch, does not have."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device={device} cannot be used here ({_first_line(error)}); use cpu, or cuda") from None
 
 
 def _refuse_missing(source: str | Path, info: dict[str, Any]) -> None:

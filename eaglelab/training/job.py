@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from eaglelab.features.data import StoreDataModule
 from eaglelab.features.store import FeatureStore, StoreFeatures
 from eaglelab.target import FeatureManifest, FrozenTarget, HeadOnlyTarget
 from eaglelab.training.callbacks import GracefulStop
-from eaglelab.training.precision import require_precision
+from eaglelab.training.precision import require_budget, require_precision
 from eaglelab.training.run_folder import RunFolder, read_checkpoint
 from eaglelab.variants import DraftingModule, OptimConfig
 from eaglelab.variants.manifest import require_same_weights
@@ -37,11 +38,16 @@ class TrainingResult:
     speaks: bool = True
 
 
-def train_once(config: DictConfig, run_dir: str | Path) -> TrainingResult:
+def train_once(
+    config: DictConfig, run_dir: str | Path, *, on_start: Callable[[], None] | None = None
+) -> TrainingResult:
     """Train one variant as ``configs/train.yaml`` describes it.
 
     Writes manifest, checkpoints, logs and the ``training`` part of ``metrics.json``. With ``ckpt_path`` the run
     continues with the very next batch; uninterrupted training gives the same bits on a CPU.
+
+    Args:
+        on_start: called once the training is sure to start and before anything is written.
 
     Raises:
         ValueError: data, target or configuration that cannot be trained on, with the way out.
@@ -50,6 +56,9 @@ def train_once(config: DictConfig, run_dir: str | Path) -> TrainingResult:
     folder = RunFolder(run_dir)
     ckpt_path = _resume_from(config, folder)
     require_precision(config.trainer.get("precision", "32-true"), config.target.dtype)
+    require_budget(config.trainer)
+    if type(config.seed) is not int or not 0 <= config.seed < 2**32:
+        raise ValueError(f"seed={config.seed} must be a whole number from 0 to {2**32 - 1}")
     L.seed_everything(config.seed, workers=True, verbose=False)
     torch.use_deterministic_algorithms(config.deterministic, warn_only=True)
 
@@ -69,6 +78,8 @@ def train_once(config: DictConfig, run_dir: str | Path) -> TrainingResult:
         require_resumable(module, ckpt_path)
     if trainer.is_global_zero:
         folder.path.mkdir(parents=True, exist_ok=True)
+        if on_start is not None:
+            on_start()
         module.manifest().save(folder.manifest_path)
 
     stops = [one for one in callbacks if isinstance(one, GracefulStop)]

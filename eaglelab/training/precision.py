@@ -1,6 +1,8 @@
-"""Which precision of the drafter goes with which type of the target."""
+"""Settings of the trainer that Lightning would take and this project cannot use."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
@@ -8,6 +10,19 @@ from eaglelab.target.loading import as_dtype
 
 HALF = ("bf16-mixed", "16-mixed")
 WHOLE = ("32-true", "32")
+
+
+def require_budget(trainer: Any) -> None:
+    """Raises ValueError for a training of no step, or a validation after none.
+
+    Args:
+        trainer: the ``trainer`` group.
+    """
+    if trainer.get("max_steps") == 0:
+        raise ValueError("trainer.max_steps=0 trains nothing; give at least 1, or -1 to stop by trainer.max_epochs")
+    every = trainer.get("val_check_interval")
+    if isinstance(every, int | float) and every <= 0:
+        raise ValueError(f"trainer.val_check_interval={every}: validate every so many steps, at least 1")
 
 
 def require_precision(precision: object, target_dtype: str | torch.dtype) -> None:

@@ -116,7 +116,7 @@ class RunFolder:
         """The drafter's network with the checkpoint's weights, fp32 on the CPU.
 
         Raises:
-            ValueError: no such checkpoint, or its tensors are not exactly the drafter's.
+            ValueError: no such checkpoint, or its tensors are not exactly the drafter's, or not finite.
         """
         manifest = self.manifest()
         network = VARIANTS[manifest.variant].build_network(DrafterConfig(**manifest.drafter))
@@ -129,6 +129,12 @@ class RunFolder:
             network.load_state_dict(weights, strict=True)
         except RuntimeError as error:
             raise ValueError(f"{self.checkpoint(checkpoint)} does not hold this drafter: {error}") from error
+        for name, tensor in weights.items():
+            if not bool(torch.isfinite(tensor).all()):
+                raise ValueError(
+                    f"{self.checkpoint(checkpoint)}: {name} holds NaN or infinite values, the training diverged; use "
+                    "an earlier checkpoint of the run, or train again with a smaller optim.lr"
+                )
         return network
 
     def load_drafter(self, target: FrozenTarget, checkpoint: str = "last") -> SlotDrafter:
@@ -149,6 +155,11 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     """
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    except pickle.UnpicklingError:  # torch's own words tell how to run what is in it
+        raise ValueError(
+            f"{path} cannot be read as a checkpoint: it is damaged, or holds more than tensors and plain values, "
+            "which is not read; use another one of the run"
+        ) from None
+    except (RuntimeError, EOFError, ValueError) as error:
+        reason = str(error).partition(". ")[0].splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"{path} cannot be read as a checkpoint ({reason}); use another one of the run") from error

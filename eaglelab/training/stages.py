@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
@@ -10,18 +11,21 @@ from eaglelab.training.job import TrainingResult, train_once
 from eaglelab.training.run_folder import RunFolder, read_checkpoint
 
 
-def train(config: DictConfig, run_dir: str | Path) -> TrainingResult:
+def train(config: DictConfig, run_dir: str | Path, *, on_start: Callable[[], None] | None = None) -> TrainingResult:
     """Run ``config``, or the list of ``config.stages`` one after the other.
 
     A stage is a set of overrides of the whole configuration. All but the last leave run folders of their own,
     ``stage-1``, ``stage-2``, ...; the last one's is ``run_dir``. With ``ckpt_path=last`` finished stages are skipped
     and the interrupted one continues.
 
+    Args:
+        on_start: called when a training starts, before anything is written.
+
     Raises:
         ValueError, ManifestMismatch: see :func:`~eaglelab.training.job.train_once`.
     """
     if not config.stages:
-        return train_once(config, run_dir)
+        return train_once(config, run_dir, on_start=on_start)
     previous = config.init_from
     for number, overrides in enumerate(config.stages, start=1):
         last = number == len(config.stages)
@@ -33,7 +37,7 @@ def train(config: DictConfig, run_dir: str | Path) -> TrainingResult:
         if resumable and not last and _finished(folder):
             continue
         stage.ckpt_path = "last" if resumable else None
-        result = train_once(stage, folder.path)
+        result = train_once(stage, folder.path, on_start=on_start)
         if result.interrupted or last:
             return result
     raise AssertionError("the last stage returns")

@@ -31,3 +31,10 @@ def require_one_of(name: str, value: str, known: Any) -> None:
     """Raises ValueError unless ``value`` is one of the Literal ``known``."""
     if value not in get_args(known):
         raise ValueError(f"variant.{name}={value!r} is not one of {', '.join(get_args(known))}")
+
+
+def require_not_negative(contract: Contract, *names: str) -> None:
+    """Raises ValueError if one of these switches is below 0, or no number."""
+    for name in names:
+        if not getattr(contract, name) >= 0:
+            raise ValueError(f"variant.{name}={getattr(contract, name)} must not be negative; 0 switches the term off")

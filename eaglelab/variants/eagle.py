@@ -20,8 +20,9 @@ from torch import Tensor
 from eaglelab.data.rows import Rows
 from eaglelab.drafters import DrafterConfig, FeatureDrafter, RolloutContext
 from eaglelab.objectives import NoiseLaw, distill, feature_noise, smooth_l1
+from eaglelab.objectives.noise import check_noise
 from eaglelab.variants.base import DraftingModule, Pass
-from eaglelab.variants.contract import Contract, require_one_of
+from eaglelab.variants.contract import Contract, require_not_negative, require_one_of
 from eaglelab.variants.measures import Measure
 from eaglelab.variants.view import View
 
@@ -50,6 +51,8 @@ class EagleContract(Contract):
 
     def __post_init__(self) -> None:
         require_one_of("labels", self.labels, Labels)
+        check_noise(self.noise, self.noise_scale)
+        require_not_negative(self, "regression_weight", "distillation_weight", "smooth_l1_beta")
 
 
 class EagleModule(DraftingModule):

@@ -25,7 +25,7 @@ from eaglelab.drafters.config import Recurrence
 from eaglelab.objectives import distill_to_draft_vocabulary, smooth_l1
 from eaglelab.target import FrozenTarget, Tap, default_taps, validate_taps
 from eaglelab.variants.base import DraftingModule, Pass
-from eaglelab.variants.contract import Contract, require_one_of
+from eaglelab.variants.contract import Contract, require_not_negative, require_one_of
 from eaglelab.variants.measures import Coverage, Measure
 from eaglelab.variants.optim import OptimConfig
 from eaglelab.variants.view import View
@@ -60,6 +60,7 @@ class Eagle3Contract(Contract):
     def __post_init__(self) -> None:
         if not 1 <= self.steps <= 10:
             raise ValueError(f"variant.steps={self.steps}: the training-time test takes 1 to 10 steps")
+        require_not_negative(self, "decay", "feature_weight")
         require_one_of("reduction", self.reduction, Reduction)
         require_one_of("head_init", self.head_init, HeadInit)
 
@@ -97,6 +98,11 @@ class Eagle3Module(DraftingModule):
         **shared: Any,
     ) -> None:
         self.taps = self.taps_for(target, taps)
+        if draft_vocab_size is not None and not 1 <= draft_vocab_size <= target.vocab_size:
+            raise ValueError(
+                f"variant.draft_vocab_size={draft_vocab_size} must be between 1 and the target's vocabulary of "
+                f"{target.vocab_size}"
+            )
         whole = draft_vocab_size is None or draft_vocab_size == target.vocab_size
         wanted = {name: value for name, value in (drafter or {}).items() if value is not None}
         shape = {"fc_bias": False} | wanted | {"draft_vocab_size": None if whole else draft_vocab_size}

@@ -50,8 +50,15 @@ class OptimConfig:
             raise ValueError(f"optim.schedule={self.schedule!r} is not one of linear, cosine, constant")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"optim.betas={list(self.betas)} must be two numbers in [0, 1)")
-        if self.accumulate < 1 or self.lr <= 0:
+        if not (self.accumulate >= 1 and 0 < self.lr < math.inf):
             raise ValueError(f"optim: lr={self.lr} and accumulate={self.accumulate} must be positive")
+        for name in ("weight_decay", "warmup_steps", "final_lr_ratio"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"optim.{name}={getattr(self, name)} must not be negative; 0 is none")
+        for name in ("total_steps", "clip_value", "clip_norm"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"optim.{name}={value} must be positive; null leaves it out")
 
     def lr_scale(self, step: int, whole: int) -> float:
         """Multiplier of ``lr`` for optimizer step ``step``, counted from 0, of a training of ``whole`` steps."""

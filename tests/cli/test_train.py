@@ -147,7 +147,7 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path):
     [
         (["variant=egale"], "Could not find 'variant/egale'"),
         (["data.path=/nope"], "/nope: no such file"),
-        (["data.paht=x"], "Key 'paht' is not in struct"),
+        (["data.paht=x"], "there is no setting data.paht"),
         (["target=hf", "target.source=/nope"], "/nope"),
         (["target=hf"], "Missing mandatory value: target.source"),
         (["optim.clip_value=1.0"], "clip_value or clip_norm, not both"),

@@ -37,6 +37,9 @@ class StaticTree(FixedTree):
         return self.fill(drafter, state, seed, _most_likely)
 
 
+MOST = 1000
+
+
 class Chain(StaticTree):
     """The drafter's most likely continuation, `depth` tokens long.
 
@@ -52,6 +55,8 @@ class Chain(StaticTree):
                 f"tree.depth={depth!r}: a chain needs a whole number of draft tokens >= 1; use "
                 "tree=none to decode without a drafter"
             )
+        if depth > MOST:
+            raise ValueError(f"tree.depth={depth}: at most {MOST:,} draft tokens; a round verifies all of them")
         super().__init__([(0,) * level for level in range(1, depth + 1)])
 
     def settings(self) -> dict[str, Any]:

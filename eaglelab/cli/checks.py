@@ -1,0 +1,104 @@
+"""Settings against the configuration files: a word for a number, a number for a switch, nothing where one is needed."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from eaglelab.cli.config import config_dir
+
+NUMBERS = {
+    "answers", "clip_norm", "clip_value", "conversation_tokens", "data_tokens", "device_gib", "draft_vocab_size",
+    "eagle_share", "head_dim", "hidden_size", "intermediate_size", "limit", "max_positions", "num_attention_heads",
+    "num_heads", "num_key_value_heads", "num_layers", "rms_norm_eps", "row_length", "top_k", "total_steps", "val_limit",
+    "vocab_size",
+}  # fmt: skip
+"""Settings whose default is null and whose values are numbers."""
+LISTS = {"betas", "ids", "paths", "pass_weights", "stages", "taps", "trust", "widths"}
+"""Settings whose default may be null and whose values are lists, or the file that holds one."""
+SHARES = {"warmup_steps", "timeout"}
+"""Settings whose default is a whole number and whose values need not be."""
+OTHERS_CHECK = ("hydra.", "trainer.devices", "trainer.val_check_interval", "budget.value")
+"""Read by Lightning and Hydra, which say themselves what they take, or of several forms."""
+
+
+def check_settings(config: DictConfig, config_name: str, missing_allowed: bool) -> None:
+    """Compare what was asked for with the defaults of the same groups.
+
+    Raises:
+        ValueError: a value of another kind than the default's, or a mandatory one missing.
+    """
+    settings = HydraConfig.get()
+    choices = settings.runtime.choices
+    given = [one.lstrip("+") for one in settings.overrides.task if not one.startswith("~")]
+    groups = [one for one in settings.overrides.task if one.lstrip("+~").partition("=")[0] in choices]
+    names = [name for name, equals, _ in (one.partition("=") for one in given) if equals and name not in choices]
+    names = [name for name in names if not name.startswith(OTHERS_CHECK)]
+    if names:
+        defaults = _compose(config_name, groups)
+        for name in names:
+            _check(name, OmegaConf.select(defaults, name), OmegaConf.select(config, name))
+    missing = sorted(OmegaConf.missing_keys(config))
+    if missing and not missing_allowed:
+        verb = config_name.replace("_", " ")
+        raise ValueError(
+            f"Missing mandatory value: {missing[0]}; give {missing[0]}=..., `eaglelab {verb} --help` says what it is"
+        )
+
+
+def settings_like(name: str, config_name: str) -> str | None:
+    """The setting or group that a mistyped one was meant to be; None: nothing is near."""
+    known = list(_leaves(_compose(config_name, [])))
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+    if not near and "." not in name:
+        near = [one for one in known if one.rpartition(".")[2] == name][:1]
+    return near[0] if near else None
+
+
+def _check(name: str, default: Any, value: Any) -> None:
+    if value is None:
+        return
+    word = name.rpartition(".")[2]
+    if isinstance(default, bool):
+        if not isinstance(value, bool):
+            raise ValueError(f"{name}={value} is no switch; use true or false")
+    elif isinstance(default, int | float) or (default is None and word in NUMBERS):
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"{name}={value} is no number; its default is {'null' if default is None else default}")
+        if not math.isfinite(value):
+            raise ValueError(f"{name}={value} cannot be used; give a finite number")
+        if isinstance(default, int) and not isinstance(value, int) and word not in SHARES:
+            raise ValueError(f"{name}={value} must be a whole number")
+    elif word in LISTS and isinstance(value, int | float | bool):
+        raise ValueError(f"{name}={value} must be a list, such as {name}=[{value}]")
+
+
+def _compose(config_name: str, groups: list[str]) -> DictConfig:
+    outer = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(config_dir=config_dir(), job_name=config_name, version_base="1.3"):
+            return compose(config_name=config_name, overrides=groups)
+    finally:
+        GlobalHydra.instance().clear()
+        if outer is not None:
+            GlobalHydra.instance().initialize(outer)
+
+
+def _leaves(config: DictConfig, prefix: str = "") -> list[str]:
+    """Names of all settings, those of groups included."""
+    names: list[str] = []
+    for key in config:
+        name = f"{prefix}{key}"
+        names.append(name)
+        if not OmegaConf.is_missing(config, key) and not OmegaConf.is_interpolation(config, key):
+            value = config[key]
+            if isinstance(value, DictConfig):
+                names += _leaves(value, f"{name}.")
+    return names
