@@ -10,10 +10,13 @@ Letters: B sequences, S tokens per sequence, R rows per sequence, M supervised r
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from eaglelab.data.needed import NeededRows
 
 SuperviseRule = Literal["source", "advanced", "predicted"]
 
@@ -35,6 +38,7 @@ class Rows:
         supervised_M: int64, the supervised rows as slots ``b * R + r``.
         causal: True when every sequence is one segment, so that plain causal attention over the row slots
             is already segment-isolated.
+        needed: what a variant's rollout needs of the rows, where that was planned.
     """
 
     source_BR: Tensor
@@ -45,6 +49,7 @@ class Rows:
     remaining_BR: Tensor
     supervised_M: Tensor
     causal: bool
+    needed: NeededRows | None = None
 
     @property
     def num_supervised(self) -> int:
@@ -99,7 +104,7 @@ class Rows:
         moved: dict[str, Any] = {
             field.name: value.to(device, non_blocking=non_blocking)
             for field in dataclasses.fields(self)
-            if isinstance(value := getattr(self, field.name), Tensor)
+            if isinstance(value := getattr(self, field.name), Tensor) or (field.name == "needed" and value is not None)
         }
         return dataclasses.replace(self, **moved)
 

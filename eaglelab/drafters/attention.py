@@ -6,17 +6,20 @@ a draft step, HASS and EAGLE-3 index the same graph by position and by root. Own
 per-row terms: no [rows, rows * steps] matrix exists, and step ``s`` costs one more dot product per row than ``s - 1``.
 Memory is linear in the rows on every device (:mod:`eaglelab.drafters.native`).
 
-Letters: B sequences, R rows, H heads, G key/value heads, D head width, s draft steps.
+Letters: B sequences, R rows, U rows that ask (all, or those of a :class:`~eaglelab.data.needed.NeededRows`), H heads,
+G key/value heads, D head width, s draft steps.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from eaglelab.data.needed import pick
 from eaglelab.data.rows import Rows
 from eaglelab.drafters.native import MASKED_ROWS, BlockedAttention, FlashAttention, NativeAttention, first_seen
 
@@ -27,10 +30,15 @@ class RolloutContext:
     ``native`` is the ``attend`` of the target-derived rows and must come first; every call of ``own`` adds one
     draft step per root and attends from it. Gradients flow to all keys. A pass that only needs the *keys* of
     earlier steps gives them with ``add_native`` and ``add_own``.
+
+    Args:
+        rows: the plan; keys and values of ``native`` are of all its rows.
+        slot_BU: int64, ascending: the row slots that queries come from, and that draft steps exist for; None: all.
     """
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: Rows, slot_BU: Tensor | None = None) -> None:
         self._rows = rows
+        self._slot_BU = slot_BU
         self._bias: Tensor | None = None
         self._blocks: BlockedAttention | None = None
         self._native: tuple[Tensor, Tensor] | None = None
@@ -38,26 +46,30 @@ class RolloutContext:
         self._own: list[tuple[Tensor, Tensor]] = []
 
     @property
+    def _plain(self) -> bool:
+        """Every row asks, and plain causal attention is segment-isolated."""
+        return self._rows.causal and self._slot_BU is None
+
+    @property
     def _masked(self) -> bool:
         """Packed rows so short that a mask of all their pairs is small."""
         return not self._rows.causal and self._rows.legal_BR.shape[1] <= MASKED_ROWS
 
     def _mask(self, dtype: torch.dtype) -> Tensor | None:
-        """Additive [B, 1, R, R], or None where plain causal attention is already segment-isolated."""
-        if self._rows.causal:
+        """Additive [B, 1, U, R], or None where plain causal attention will do."""
+        if self._plain:
             return None
         if self._bias is None or self._bias.dtype != dtype:
-            hidden_BRR = ~self._rows.visible()
-            self._bias = torch.zeros(hidden_BRR.shape, dtype=dtype, device=hidden_BRR.device)
-            self._bias = self._bias.masked_fill_(hidden_BRR, -torch.inf)[:, None]
+            hidden_BUR = ~pick(self._rows.visible(), self._slot_BU)
+            self._bias = torch.zeros(hidden_BUR.shape, dtype=dtype, device=hidden_BUR.device)
+            self._bias = self._bias.masked_fill_(hidden_BUR, -torch.inf)[:, None]
         return self._bias
 
-    def _kernel(self, q_BHRD: Tensor) -> NativeAttention:
-        if q_BHRD.device.type == "cpu" and (self._rows.causal or self._masked):
-            return FlashAttention(self._mask(q_BHRD.dtype))
+    def _kernel(self, q_BHUD: Tensor) -> NativeAttention:
+        if q_BHUD.device.type == "cpu" and (self._plain or self._masked):
+            return FlashAttention(self._mask(q_BHUD.dtype))
         if self._blocks is None:
-            start_BR = first_seen(self._rows)
-            self._blocks = BlockedAttention(torch.zeros_like(start_BR[:1]) if self._rows.causal else start_BR)
+            self._blocks = blocks_of(self._rows, self._slot_BU)
         return self._blocks
 
     def native(self, q_BHRD: Tensor, k_BGRD: Tensor, v_BGRD: Tensor) -> Tensor:
@@ -80,27 +92,31 @@ class RolloutContext:
         assert self._native is not None, "the native pass comes first"
         self._own.append((k_BGRD, v_BGRD))
 
-    def _attend(self, q_BHRD: Tensor) -> Tensor:
-        k, v, own_k, own_v = self._spread_keys(q_BHRD)
-        if not self._own and (self._rows.causal or self._masked):
-            mask = self._mask(q_BHRD.dtype)
-            return F.scaled_dot_product_attention(q_BHRD, k, v, attn_mask=mask, is_causal=mask is None)
-        return joint_attention(q_BHRD, k, v, own_k, own_v, self._kernel(q_BHRD))
+    def _attend(self, q_BHUD: Tensor) -> Tensor:
+        k, v, own_k, own_v = self._spread_keys(q_BHUD)
+        if not self._own and (self._plain or self._masked):
+            mask = self._mask(q_BHUD.dtype)
+            return F.scaled_dot_product_attention(q_BHUD, k, v, attn_mask=mask, is_causal=mask is None)
+        return joint_attention(q_BHUD, k, v, own_k, own_v, self._kernel(q_BHUD))
 
-    def _spread_keys(self, q_BHRD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Native k, v [B, H, R, D] and own k, v [B, H, R, s, D], heads repeated to those of the queries."""
+    def _spread_keys(self, q_BHUD: Tensor) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
+        """Native k, v [B, H, R, D] and own k, v, one [B, H, U, D] per step, heads repeated to those of the queries.
+
+        Each is spread once, whatever the number of steps.
+        """
         assert self._native is not None
-        repeat = q_BHRD.shape[1] // self._native[0].shape[1]
+        repeat = q_BHUD.shape[1] // self._native[0].shape[1]
+        for pair in [self._native, *self._own][len(self._spread) // 2 :]:
+            self._spread += [x_BG if repeat == 1 else x_BG.repeat_interleave(repeat, dim=1) for x_BG in pair]
+        native_k, native_v, *own = self._spread
+        return native_k, native_v, own[::2], own[1::2]
 
-        def spread(x_BG: Tensor) -> Tensor:
-            return x_BG if repeat == 1 else x_BG.repeat_interleave(repeat, dim=1)
 
-        self._spread = self._spread or [spread(x) for x in self._native]  # one copy, whatever the number of steps
-        native_k, native_v = self._spread
-        none = native_k[:, :, :, None][:, :, :, :0]
-        own = [spread(torch.stack(x, dim=3)) for x in zip(*self._own, strict=True)]
-        own_k, own_v = own or (none, none)
-        return native_k, native_v, own_k, own_v
+def blocks_of(rows: Rows, slot_BU: Tensor | None = None) -> BlockedAttention:
+    """Attention among ``rows`` in blocks, from the slots ``slot_BU``; None: from all."""
+    if rows.causal:
+        return BlockedAttention(torch.zeros_like(rows.source_BR[:1] if slot_BU is None else slot_BU[:1]), slot_BU)
+    return BlockedAttention(pick(first_seen(rows), slot_BU), slot_BU)
 
 
 class ShippedContext(RolloutContext):
@@ -127,28 +143,32 @@ class ShippedContext(RolloutContext):
     def _attend(self, q_BHRD: Tensor) -> Tensor:
         position_BR = self._rows.position_BR + len(self._own)
         hidden_BR = (self._columns - 1 - position_BR).clamp(min=0)
-        return dense_joint_attention(q_BHRD, *self._spread_keys(q_BHRD), None, hidden_BR)
+        k, v, own_k, own_v = self._spread_keys(q_BHRD)
+        none = k[:, :, :, None][:, :, :, :0]
+        own_k_BHRsD, own_v_BHRsD = (torch.stack(x, dim=3) if x else none for x in (own_k, own_v))
+        return dense_joint_attention(q_BHRD, k, v, own_k_BHRsD, own_v_BHRsD, None, hidden_BR)
 
 
 def joint_attention(
-    q_BHRD: Tensor,
+    q_BHUD: Tensor,
     k_BHRD: Tensor,
     v_BHRD: Tensor,
-    own_k_BHRsD: Tensor,
-    own_v_BHRsD: Tensor,
+    own_k: Sequence[Tensor],
+    own_v: Sequence[Tensor],
     native: NativeAttention,
 ) -> Tensor:
     """One softmax over the native keys that ``native`` shows and each row's own keys.
 
     Args:
-        q_BHRD, k_BHRD, v_BHRD: queries and native keys, values; heads already spread.
-        own_k_BHRsD, own_v_BHRsD: s keys and values per row, visible to that row only.
-        native: which native keys a row sees, and the kernel for them.
+        q_BHUD: queries.
+        k_BHRD, v_BHRD: native keys, values; heads already spread.
+        own_k, own_v: for each draft step keys and values [B, H, U, D], visible to the row's own query only.
+        native: which native keys a query sees, and the kernel for them.
 
     Returns:
-        [B, H, R, D], differentiable in all tensors.
+        [B, H, U, D], differentiable in all tensors.
     """
-    out: Tensor = _JointAttention.apply(q_BHRD, k_BHRD, v_BHRD, own_k_BHRsD, own_v_BHRsD, native)
+    out: Tensor = _JointAttention.apply(native, q_BHUD, k_BHRD, v_BHRD, *own_k, *own_v)
     return out
 
 
@@ -188,26 +208,33 @@ class _JointAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, own_k: Tensor, own_v: Tensor, native: NativeAttention
-    ) -> Tensor:
+    def forward(ctx: Any, native: NativeAttention, q: Tensor, k: Tensor, v: Tensor, *own: Tensor) -> Tensor:
         ctx.native, ctx.scale = native, q.shape[-1] ** -0.5
-        native_out, native_lse = native.forward(q, k, v)
-        own_score = torch.einsum("bhrd,bhrsd->bhrs", q, own_k).to(native_lse.dtype) * ctx.scale
-        lse = torch.logaddexp(native_lse, own_score.logsumexp(-1))
-        out = native_out * (native_lse - lse).exp()[..., None].to(q.dtype)
-        out += torch.einsum("bhrs,bhrsd->bhrd", (own_score - lse[..., None]).exp().to(q.dtype), own_v)
-        ctx.save_for_backward(q, k, v, own_k, own_v, own_score, out, lse)
+        own_k, own_v = own[: len(own) // 2], own[len(own) // 2 :]
+        out, lse = native.forward(q, k, v)
+        weight_s: list[Tensor] = []
+        if own:
+            score_s = torch.stack([(q * key).sum(-1, dtype=lse.dtype) * ctx.scale for key in own_k])
+            whole = torch.logaddexp(lse, score_s.logsumexp(0))
+            out = out * (lse - whole).exp()[..., None].to(q.dtype)
+            weight_s = list((score_s - whole).exp_())
+            for weight, value in zip(weight_s, own_v, strict=True):
+                out.addcmul_(weight[..., None].to(q.dtype), value)
+            lse = whole
+        ctx.save_for_backward(q, k, v, out, lse, *own, *weight_s)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, own_k, own_v, own_score, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, *own = ctx.saved_tensors
+        steps = len(own) // 3
         grad_q, grad_k, grad_v = ctx.native.backward(grad_out, q, k, v, out, lse)
-        weight = (own_score - lse[..., None]).exp()
-        inner = torch.einsum("bhrd,bhrsd->bhrs", grad_out, own_v) - (grad_out * out).sum(-1, keepdim=True)
-        grad_score = (weight * inner).to(q.dtype) * ctx.scale
-        grad_q = grad_q + torch.einsum("bhrs,bhrsd->bhrd", grad_score, own_k)
-        grad_own_k = grad_score[..., None] * q[..., None, :]
-        grad_own_v = weight.to(q.dtype)[..., None] * grad_out[..., None, :]
-        return grad_q, grad_k, grad_v, grad_own_k, grad_own_v, None
+        grad_own_k, grad_own_v = [], []
+        mean = (grad_out * out).sum(-1, dtype=lse.dtype) if steps else None
+        for key, value, weight in zip(own[:steps], own[steps : 2 * steps], own[2 * steps :], strict=True):
+            inner = (grad_out * value).sum(-1, dtype=lse.dtype) - mean
+            grad_score = (weight * inner * ctx.scale).to(q.dtype)[..., None]
+            grad_q = grad_q + grad_score * key
+            grad_own_k.append(grad_score * q)
+            grad_own_v.append(weight.to(q.dtype)[..., None] * grad_out)
+        return None, grad_q, grad_k, grad_v, *grad_own_k, *grad_own_v

@@ -3,7 +3,7 @@
 ``fc([e(x_{t+1}); f_t])`` is the residual stream of one decoder layer without input norm; its output is the next
 feature, which the frozen target head reads without a further norm.
 
-Letters: B sequences, N rows, d hidden width.
+Letters: B sequences, N rows, U rows that ask, d hidden width.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from eaglelab.data.needed import pick
 from eaglelab.drafters.config import DrafterConfig
 from eaglelab.drafters.layers import Attend, DraftAttention, Rotary, SwiGLU
 from eaglelab.drafters.network import DraftNetwork
@@ -25,9 +26,9 @@ class FeatureLayer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
 
-    def forward(self, x_BNd: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        x_BNd = x_BNd + self.self_attn(x_BNd, cos, sin, attend)
-        return x_BNd + self.mlp(self.post_attention_layernorm(x_BNd))
+    def forward(self, x_BNd: Tensor, cos: Tensor, sin: Tensor, attend: Attend, slot_BU: Tensor | None = None) -> Tensor:
+        x_BUd = pick(x_BNd, slot_BU) + self.self_attn(x_BNd, cos, sin, attend, slot_BU)
+        return x_BUd + self.mlp(self.post_attention_layernorm(x_BUd))
 
 
 class FeatureDrafter(DraftNetwork):
@@ -53,10 +54,17 @@ class FeatureDrafter(DraftNetwork):
         """One tap: the state is the feature itself."""
         return taps_BNd
 
-    def forward(self, state_BNd: Tensor, embedding_BNd: Tensor, position_BN: Tensor, attend: Attend) -> Tensor:
+    def forward(
+        self,
+        state_BNd: Tensor,
+        embedding_BNd: Tensor,
+        position_BN: Tensor,
+        attend: Attend,
+        slot_BU: Tensor | None = None,
+    ) -> Tensor:
         """The predicted ``f_{t+1}`` of every row; arguments as in :class:`DraftNetwork`."""
         x_BNd = self.fc(torch.cat((embedding_BNd, state_BNd), dim=-1))
-        return self._layer(x_BNd, *self.rotary(position_BN), attend)
+        return self._layer(x_BNd, *self.rotary(position_BN), attend, slot_BU)
 
     def keys(self, state_BNd: Tensor, embedding_BNd: Tensor, position_BN: Tensor) -> tuple[Tensor, Tensor]:
         x_BNd = self.fc(torch.cat((embedding_BNd, state_BNd), dim=-1))

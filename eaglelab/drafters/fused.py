@@ -4,7 +4,7 @@ Three target streams are fused once, ``fc`` 3d -> d; one decoder layer attends o
 output before the final norm is the next state, and after it what the drafter's own head reads. EAGLE-3.1 (TorchSpec,
 vLLM) has the same tensors, one norm per stream in front of ``fc``, and feeds the *normed* output back.
 
-Letters: B sequences, N rows, T taps, F = T d, d hidden width, V target vocabulary, K draft vocabulary.
+Letters: B sequences, N rows, U rows that ask, T taps, F = T d, d hidden width, V target vocabulary, K draft vocabulary.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from eaglelab.data.needed import pick
 from eaglelab.drafters.config import DrafterConfig
 from eaglelab.drafters.layers import Attend, DraftAttention, Rotary, SwiGLU
 from eaglelab.drafters.network import DraftNetwork, Head
@@ -29,9 +30,18 @@ class FusedLayer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(d, eps=eps)
         self.mlp = SwiGLU(d, config.intermediate_size)
 
-    def forward(self, h_BNd: Tensor, e_BNd: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        h_BNd = h_BNd + self.self_attn(self.attention_input(h_BNd, e_BNd), cos, sin, attend)
-        return h_BNd + self.mlp(self.post_attention_layernorm(h_BNd))
+    def forward(
+        self,
+        h_BNd: Tensor,
+        e_BNd: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        attend: Attend,
+        slot_BU: Tensor | None = None,
+    ) -> Tensor:
+        read_BNi = self.attention_input(h_BNd, e_BNd)
+        h_BUd = pick(h_BNd, slot_BU) + self.self_attn(read_BNi, cos, sin, attend, slot_BU)
+        return h_BUd + self.mlp(self.post_attention_layernorm(h_BUd))
 
     def attention_input(self, h_BNd: Tensor, e_BNd: Tensor) -> Tensor:
         """[norm(e); norm(h)], 2d wide."""
@@ -80,10 +90,17 @@ class FusedDrafter(DraftNetwork):
             taps_BNF = torch.cat([norm(x_BNd) for norm, x_BNd in zip(self.fc_norm, streams, strict=True)], dim=-1)
         return self.fc(taps_BNF)
 
-    def forward(self, state_BNd: Tensor, embedding_BNd: Tensor, position_BN: Tensor, attend: Attend) -> Tensor:
+    def forward(
+        self,
+        state_BNd: Tensor,
+        embedding_BNd: Tensor,
+        position_BN: Tensor,
+        attend: Attend,
+        slot_BU: Tensor | None = None,
+    ) -> Tensor:
         """The next state, before the final norm or after it; arguments as in :class:`DraftNetwork`."""
-        state_BNd = self.midlayer(state_BNd, embedding_BNd, *self.rotary(position_BN), attend)
-        return self.norm(state_BNd) if self.recurs_normed else state_BNd
+        state_BUd = self.midlayer(state_BNd, embedding_BNd, *self.rotary(position_BN), attend, slot_BU)
+        return self.norm(state_BUd) if self.recurs_normed else state_BUd
 
     def keys(self, state_BNd: Tensor, embedding_BNd: Tensor, position_BN: Tensor) -> tuple[Tensor, Tensor]:
         x_BNi = self.midlayer.attention_input(state_BNd, embedding_BNd)

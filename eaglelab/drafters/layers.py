@@ -3,12 +3,13 @@
 Attention is split in two: a layer owns its projections and positions, the caller owns the keys. What a row may
 see differs between training, rollouts and decoding, so it comes in as ``attend(q, k, v) -> out``.
 
-Letters: B sequences, N rows, H heads, G key/value heads, D head width, d hidden width.
+Letters: B sequences, N rows, U rows that ask, H heads, G key/value heads, D head width, d hidden width.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from einops import rearrange
@@ -16,10 +17,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from eaglelab.data.needed import pick
 from eaglelab.drafters.config import DrafterConfig
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(q [B, H, N, D], k [B, G, N, D], v [B, G, N, D]) -> [B, H, N, D], rotary positions already applied."""
+"""(q [B, H, U, D], k [B, G, N, D], v [B, G, N, D]) -> [B, H, U, D], rotary positions already applied."""
 
 
 class Rotary(nn.Module):
@@ -61,10 +63,13 @@ class DraftAttention(nn.Module):
         self.v_proj = nn.Linear(input_size, kv_size, bias=False)
         self.o_proj = nn.Linear(q_size, config.hidden_size, bias=False)
 
-    def forward(self, x_BNi: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        """[B, N, input_size] -> [B, N, d]."""
-        out_BHND = attend(rotate(self._heads(self.q_proj, x_BNi), cos, sin), *self.keys(x_BNi, cos, sin))
-        return self.o_proj(rearrange(out_BHND, "b h n c -> b n (h c)"))
+    def forward(self, x_BNi: Tensor, cos: Tensor, sin: Tensor, attend: Attend, slot_BU: Tensor | None = None) -> Tensor:
+        """[B, N, input_size] -> [B, U, d]: keys of all rows, queries of those at ``slot_BU`` (None: of all)."""
+        keys = self.keys(x_BNi, cos, sin)
+        if slot_BU is not None:
+            cos, sin = (pick(x_B1ND[:, 0], slot_BU)[:, None] for x_B1ND in (cos, sin))
+        out_BHUD = attend(rotate(self._heads(self.q_proj, pick(x_BNi, slot_BU)), cos, sin), *keys)
+        return self.o_proj(rearrange(out_BHUD, "b h n c -> b n (h c)"))
 
     def keys(self, x_BNi: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Keys, with their positions, and values: [B, G, N, D] each."""
@@ -84,4 +89,21 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x_BNd: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x_BNd)) * self.up_proj(x_BNd))
+        return self.down_proj(_GatedUp.apply(self.gate_proj(x_BNd), self.up_proj(x_BNd)))
+
+
+class _GatedUp(torch.autograd.Function):
+    """silu(gate) * up, which keeps its two inputs for the backward; written out it would keep silu(gate), too."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate) * up
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        share = gate.sigmoid()
+        silu = gate * share
+        grad_gate = share.mul_(1 + gate - silu).mul_(up).mul_(grad)
+        return grad_gate, silu.mul_(grad)

@@ -29,10 +29,10 @@ SCORES = 2**26
 
 
 class NativeAttention(Protocol):
-    """Softmax attention from queries q to keys k, values v: [B, H, R, D] each."""
+    """Softmax attention from queries q [B, H, Q, D] to keys k and values v [B, H, K, D]."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Output [B, H, R, D] and log-sum-exp of the scaled scores [B, H, R], fp32 or wider."""
+        """Output [B, H, Q, D] and log-sum-exp of the scaled scores [B, H, Q], fp32 or wider."""
 
     def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
         """Gradients of q, k and v.
@@ -46,7 +46,7 @@ class FlashAttention:
     """One kernel call (CPU).
 
     Args:
-        bias: additive [B, 1, R, R]; None: causal.
+        bias: additive [B, 1, Q, K]; None: causal.
     """
 
     def __init__(self, bias: Tensor | None) -> None:
@@ -96,11 +96,13 @@ class BlockedAttention:
 
     Args:
         start_BR: int64 [B or 1, R], the first row that each row sees.
+        last_BR: int64 [B or 1, R], the last one; None: the row itself.
     """
 
-    def __init__(self, start_BR: Tensor) -> None:
+    def __init__(self, start_BR: Tensor, last_BR: Tensor | None = None) -> None:
         self.start_BR = start_BR
-        self._first_of: dict[int, list[int]] = {}
+        self.last_BR = torch.arange(start_BR.shape[1], device=start_BR.device)[None] if last_BR is None else last_BR
+        self._spans: list[list[int]] | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         out = torch.empty_like(q)
@@ -122,23 +124,24 @@ class BlockedAttention:
     def _blocks(self, q: Tensor) -> Iterator[tuple[slice, slice, NativeAttention]]:
         R, on_cpu = q.shape[2], q.device.type == "cpu"
         size = FLASH_BLOCK if on_cpu else min(max(SCORES // (q.shape[0] * q.shape[1] * R), 16), MASKED_ROWS)
-        for first, first_key in zip(range(0, R, size), self._first_keys(size), strict=True):
-            stop = min(first + size, R)
-            bias = self._bias(first, stop, first_key, q.dtype)
+        first_R, last_R = self.spans()
+        for first in range(0, R, size):
+            rows = slice(first, min(first + size, R))
+            keys = slice(first_R[first], last_R[rows.stop - 1] + 1)
+            bias = self._bias(rows, keys, q.dtype)
             kernel: NativeAttention = FlashAttention(bias) if on_cpu else WrittenOutAttention(bias)
-            yield slice(first, stop), slice(first_key, stop), kernel
+            yield rows, keys, kernel
 
-    def _first_keys(self, size: int) -> list[int]:
-        if size not in self._first_of:  # one wait for the device per batch, not one per block
-            self._first_of[size] = self.start_BR[:, ::size].amin(0).tolist()
-        return self._first_of[size]
+    def spans(self) -> list[list[int]]:
+        """The first and the last key of each row over all sequences; asks the device once per batch."""
+        if self._spans is None:
+            self._spans = torch.stack([self.start_BR.amin(0), self.last_BR.amax(0)]).tolist()
+        return self._spans
 
-    def _bias(self, first: int, stop: int, first_key: int, dtype: torch.dtype) -> Tensor:
-        device = self.start_BR.device
-        row_Q1 = torch.arange(first, stop, device=device)[:, None]
-        key_K = torch.arange(first_key, stop, device=device)
-        seen_BQK = (key_K >= self.start_BR[:, first:stop, None]) & (key_K <= row_Q1)
-        bias_BQK = torch.zeros(seen_BQK.shape, dtype=dtype, device=device)
+    def _bias(self, rows: slice, keys: slice, dtype: torch.dtype) -> Tensor:
+        key_K = torch.arange(keys.start, keys.stop, device=self.start_BR.device)
+        seen_BQK = (key_K >= self.start_BR[:, rows, None]) & (key_K <= self.last_BR[:, rows, None])
+        bias_BQK = torch.zeros(seen_BQK.shape, dtype=dtype, device=seen_BQK.device)
         return bias_BQK.masked_fill_(~seen_BQK, -torch.inf)[:, None]
 
 

@@ -33,17 +33,25 @@ class DraftNetwork(nn.Module, ABC):
         """Target streams [B, N, F] -> the state [B, N, d] that a target-derived row reads."""
 
     @abstractmethod
-    def forward(self, state_BNd: Tensor, embedding_BNd: Tensor, position_BN: Tensor, attend: Attend) -> Tensor:
-        """The next state of every row.
+    def forward(
+        self,
+        state_BNd: Tensor,
+        embedding_BNd: Tensor,
+        position_BN: Tensor,
+        attend: Attend,
+        slot_BU: Tensor | None = None,
+    ) -> Tensor:
+        """The next state of every row, or of those that are asked for.
 
         Args:
             state_BNd: fused target state of the row, or the output of the row's parent.
             embedding_BNd: embedding of the advanced token ``x_{t+1}``.
             position_BN: int64 rotary positions.
             attend: what the rows see (:mod:`eaglelab.drafters.layers`).
+            slot_BU: int64, the rows whose next state is needed; of the others only keys and values are. None: all.
 
         Returns:
-            [B, N, d]; both what the head reads and the next state of a rollout.
+            [B, N, d] or [B, U, d]; both what the head reads and the next state of a rollout.
         """
 
     @abstractmethod
@@ -64,4 +72,11 @@ class DraftNetwork(nn.Module, ABC):
 
     if TYPE_CHECKING:
 
-        def __call__(self, state_BNd: Tensor, embedding_BNd: Tensor, position_BN: Tensor, attend: Attend) -> Tensor: ...
+        def __call__(
+            self,
+            state_BNd: Tensor,
+            embedding_BNd: Tensor,
+            position_BN: Tensor,
+            attend: Attend,
+            slot_BU: Tensor | None = None,
+        ) -> Tensor: ...

@@ -2,7 +2,7 @@
 
 from eaglelab.objectives.chunked import chunked_sum
 from eaglelab.objectives.distillation import Distillation, distill
-from eaglelab.objectives.draft_vocabulary import DraftDistillation, distill_to_draft_vocabulary
+from eaglelab.objectives.draft_vocabulary import DraftDistillation, TeacherHeads, distill_to_draft_vocabulary
 from eaglelab.objectives.noise import NoiseLaw, feature_noise
 from eaglelab.objectives.regression import smooth_l1
 
@@ -10,6 +10,7 @@ __all__ = [
     "Distillation",
     "DraftDistillation",
     "NoiseLaw",
+    "TeacherHeads",
     "chunked_sum",
     "distill",
     "distill_to_draft_vocabulary",

@@ -14,6 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+CHUNK_ENTRIES = 2**23
+"""Of a chunk's logits: 32 MiB in fp32."""
+CHUNK_ROWS = (256, 1024)
+"""At least and at most; fewer rows leave a matrix product waiting for the head's weights."""
+
+
+def chunk_rows(vocabulary: int, steps: int = 1) -> int:
+    """Rows of a chunk; ``steps`` states of each row are read at once, which counts as so many rows."""
+    least, most = CHUNK_ROWS
+    return max(-(-least // steps), min(most, CHUNK_ENTRIES // (vocabulary * steps)))
+
+
 ChunkLoss = Callable[[Tensor, slice], Tensor]
 """(states of a chunk [m, d], which rows they are) -> that chunk's loss, summed over its rows, fp32."""
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from eaglelab.objectives.chunked import chunked_sum
+from eaglelab.objectives.chunked import chunk_rows, chunked_sum
+from eaglelab.objectives.soft_targets import soft_cross_entropy
 
 Head = Callable[[Tensor], Tensor]
 
@@ -47,7 +47,7 @@ def distill(
     renormalise: bool = False,
     recall_k: int = 5,
     label_M: Tensor | None = None,
-    chunk: int = 1024,
+    chunk: int | None = None,
 ) -> Distillation:
     """Cross entropy of the drafter's distribution against the frozen head's on the teacher's feature.
 
@@ -65,7 +65,7 @@ def distill(
         recall_k: how many draft tokens count for ``recall``.
         label_M: int64, the data's tokens: ablation: their one-hot replaces the teacher's distribution in the soft
             term. The top-K term, hits and recall stay the teacher's.
-        chunk: rows per piece; memory is about 3 * chunk * V * 4 bytes.
+        chunk: rows per piece; memory is about 2 * chunk * V * 4 bytes. None: :func:`chunk_rows`.
     """
     device = predicted_Md.device
     hits_M = torch.empty(predicted_Md.shape[0], dtype=torch.bool, device=device)
@@ -81,46 +81,22 @@ def distill(
                 top_mK = (q_mK / q_mK.sum(-1, keepdim=True) if renormalise else q_mK), id_mK
             if label_M is not None:
                 q_mV.zero_().scatter_(-1, label_M[piece, None], 1.0)
-        log_p_mV = head(predicted_md).float().log_softmax(-1)
+        logit_mV = head(predicted_md).to(q_mV.dtype)
         with torch.no_grad():
-            hits_M[piece] = log_p_mV.argmax(-1) == best_m
-            drafted_mk = log_p_mV.topk(min(recall_k, log_p_mV.shape[-1]), dim=-1).indices
+            hits_M[piece] = logit_mV.argmax(-1) == best_m
+            drafted_mk = logit_mV.topk(min(recall_k, logit_mV.shape[-1]), dim=-1).indices
             recall.add_((drafted_mk == best_m[:, None]).any(-1).sum())
-        soft_piece, top_piece = _CrossEntropies.apply(log_p_mV, q_mV, top_mK)
-        soft.add_(soft_piece.detach())
-        if top_mK is None:
-            return soft_weight * soft_piece
-        top.add_(top_piece.detach())
-        return soft_weight * soft_piece + top_weight * top_piece
+        weight_m1 = q_mV.new_full((len(q_mV), 1), soft_weight)
+        loss, soft_m1, top_m1 = soft_cross_entropy(logit_mV[:, None], q_mV, weight_m1, top_mK, top_weight)
+        soft.add_(soft_m1.sum())
+        top.add_(top_m1.sum())
+        return loss
 
-    loss = chunked_sum(loss_of, predicted_Md, chunk=chunk)
+    loss = chunked_sum(loss_of, predicted_Md, chunk=chunk or head_chunk(head, teacher_Md))
     return Distillation(loss, soft, top, hits_M, recall)
 
 
-class _CrossEntropies(torch.autograd.Function):
-    """Sums of ``-q log p`` over the vocabulary and over K given tokens.
-
-    Their joint gradient is written over ``q_mV``, which nobody reads any more: beside ``log_p_mV`` there is never more
-    than one further [m, V], with the second sum or without it.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, log_p_mV: Tensor, q_mV: Tensor, top_mK: tuple[Tensor, Tensor] | None
-    ) -> tuple[Tensor, Tensor]:
-        ctx.q_mV, ctx.top_mK = q_mV, top_mK
-        soft = -(q_mV * log_p_mV).sum()
-        if top_mK is None:
-            return soft, torch.zeros_like(soft)
-        q_mK, id_mK = top_mK
-        return soft, -(q_mK * log_p_mV.gather(-1, id_mK)).sum()
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_soft: Tensor, grad_top: Tensor) -> tuple[Tensor, None, None]:
-        grad_mV = ctx.q_mV.mul_(-grad_soft)
-        if ctx.top_mK is not None:
-            q_mK, id_mK = ctx.top_mK
-            grad_mV.scatter_add_(-1, id_mK, q_mK * -grad_top)
-        ctx.q_mV = ctx.top_mK = None
-        return grad_mV, None, None
+def head_chunk(head: Head, teacher_Mw: Tensor, steps: int = 1) -> int:
+    """Rows per piece for a head that reads such rows."""
+    with torch.no_grad():
+        return chunk_rows(head(teacher_Mw[:1]).shape[-1], steps)

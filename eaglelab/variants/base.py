@@ -20,6 +20,7 @@ from torch import Tensor
 
 from eaglelab.data.batch import Batch
 from eaglelab.data.draft_vocabulary import DraftVocabulary
+from eaglelab.data.needed import NeededRows, needed_rows
 from eaglelab.data.rows import Rows
 from eaglelab.drafters import DrafterConfig, DraftNetwork, SlotDrafter
 from eaglelab.features.source import FeatureSource, OnlineFeatures
@@ -142,6 +143,11 @@ class DraftingModule(L.LightningModule, ABC):
         """How many passes :meth:`passes` yields now."""
         return 1
 
+    @property
+    def num_steps(self) -> int:
+        """Rollout steps that enter the loss, at most."""
+        return 1
+
     @abstractmethod
     def passes(self, view: View) -> Iterator[Pass]:
         """The variant's passes over one micro-batch. Each is back-propagated before the next one is asked for."""
@@ -149,6 +155,16 @@ class DraftingModule(L.LightningModule, ABC):
     def supervised(self, rows: Rows, step: int = 0) -> Tensor:
         """int64 [M], roots ``b * R + r`` whose rollout step ``step`` enters the loss; a variant may ask for more."""
         return rows.supervised_slots(step)
+
+    skips_rows: bool = True
+    """Leave out queries, MLP and outputs of rows that reach no loss; False computes them all, with the same result."""
+
+    def needed(self, rows: Rows) -> NeededRows:
+        """What the rollout needs of ``rows``; where a trainer moves batches, it was planned on the host before."""
+        if rows.needed is not None:
+            return rows.needed
+        loss = [self.supervised(rows, step) for step in range(self.num_steps)]
+        return needed_rows(rows, loss, all_rows=not self.skips_rows)
 
     def observe(self, measures: dict[str, Measure]) -> None:
         """See the measures of a micro-batch; a variant may keep some for its report."""
@@ -192,9 +208,15 @@ class DraftingModule(L.LightningModule, ABC):
         mixed = (self.seed * 1_000_003 + self.micro_step) * 4_099 + self.global_rank
         return torch.Generator().manual_seed(mixed % 2**63)
 
+    def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        """Plan on the host, so that no step waits for the device."""
+        if not self.trainer.training:
+            return batch
+        return dataclasses.replace(batch, rows=dataclasses.replace(batch.rows, needed=self.needed(batch.rows)))
+
     def training_step(self, batch: Batch, batch_idx: int) -> None:
         self.micro_step += 1
-        rows = self._over_processes(self.supervised(batch.rows).numel())
+        rows = self._over_processes(self.needed(batch.rows).loss[0].numel())
         if rows:
             self.supervised_rows += int(rows)
             self._backward_passes(batch)

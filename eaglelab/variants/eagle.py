@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from eaglelab.data.needed import NeededRows
 from eaglelab.data.rows import Rows
 from eaglelab.drafters import DrafterConfig, FeatureDrafter, RolloutContext
 from eaglelab.objectives import NoiseLaw, distill, feature_noise, smooth_l1
@@ -67,9 +68,11 @@ class EagleModule(DraftingModule):
         return FeatureDrafter(config)
 
     def passes(self, view: View) -> Iterator[Pass]:
-        context = RolloutContext(view.rows)
+        needed = self.needed(view.rows)
+        context = RolloutContext(view.rows, needed.slot_BU)
         state_BRd = self.noisy(self.network.fuse(view.taps_BRF), view)
-        yield self.objective(self.network(state_BRd, view.embedding(), view.position(), context.native), view)
+        predicted_BUd = self.network(state_BRd, view.embedding(), view.position(), context.native, needed.slot_BU)
+        yield self.objective(predicted_BUd, view, needed)
 
     def noisy(self, state_BRd: Tensor, view: View) -> Tensor:
         """The input features plus this micro-batch's noise."""
@@ -87,10 +90,12 @@ class EagleModule(DraftingModule):
         slots_M = super().supervised(rows, step)
         return slots_M[rows.reaches(2 + step).flatten()[slots_M]] if self.contract.labels == "hard" else slots_M
 
-    def objective(self, predicted_BRd: Tensor, view: View, step: int = 0, **top_k_term: Any) -> Pass:
+    def objective(
+        self, predicted_BUd: Tensor, view: View, needed: NeededRows, step: int = 0, **top_k_term: Any
+    ) -> Pass:
         """EAGLE's two terms over the supervised rows of rollout step ``step``."""
-        slots_M = self.supervised(view.rows, step)
-        predicted_Md = predicted_BRd.flatten(0, 1)[slots_M]
+        view, slots_M = view.of_needed(needed), needed.loss[step]
+        predicted_Md = predicted_BUd.flatten(0, 1)[slots_M]
         teacher_Md = view.teacher(step).flatten(0, 1)[slots_M]
         regression = smooth_l1(predicted_Md, teacher_Md, beta=self.contract.smooth_l1_beta)
         distilled = distill(

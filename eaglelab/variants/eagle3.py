@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from eaglelab.data.draft_vocabulary import DraftVocabulary
+from eaglelab.data.needed import NeededRows
 from eaglelab.drafters import DrafterConfig, FusedDrafter, RolloutContext
 from eaglelab.drafters.config import Recurrence
-from eaglelab.objectives import distill_to_draft_vocabulary, smooth_l1
+from eaglelab.objectives import TeacherHeads, distill_to_draft_vocabulary, smooth_l1
 from eaglelab.target import FrozenTarget, Tap, default_taps, validate_taps
 from eaglelab.variants.base import DraftingModule, Pass
 from eaglelab.variants.contract import Contract, require_not_negative, require_one_of
@@ -151,53 +152,72 @@ class Eagle3Module(DraftingModule):
                 head.weight.copy_(rows_Kd if ids_K is None else rows_Kd[ids_K])
         head.weight.requires_grad_(train)
 
-    def passes(self, view: View) -> Iterator[Pass]:
-        context = RolloutContext(view.rows)
-        state_BRd = self.network.fuse(view.taps_BRF)
-        steps: list[Pass] = []
-        for step in range(self.contract.steps):
-            if step and self.contract.detach:
-                state_BRd = state_BRd.detach()
-            attend = context.own if step else context.native
-            state_BRd = self.network(state_BRd, view.embedding(step), view.position(step), attend)
-            steps.append(self.objective(state_BRd, view, step).weighted(self.contract.decay**step, step))
-        yield Pass.joined(steps)
+    @property
+    def num_steps(self) -> int:
+        return self.contract.steps
 
-    def objective(self, state_BRd: Tensor, view: View, step: int) -> Pass:
-        """The loss of one step."""
-        slots_M = self.supervised(view.rows, step)
-        state_Md = state_BRd.flatten(0, 1)[slots_M]
-        teacher_Md = view.teacher(step).flatten(0, 1)[slots_M]
-        distilled = distill_to_draft_vocabulary(
-            state_Md,
-            teacher_Md,
-            lambda x: self.network.logits(x, view.target.lm_head),
-            view.teacher_logits,
-            self.network.ids_K,
-            parameters=self.network.head_parameters,
+    def passes(self, view: View) -> Iterator[Pass]:
+        needed = self.needed(view.rows)
+        context, roots = RolloutContext(view.rows, needed.slot_BU), view.of_needed(needed)
+        state_BUd = self.network(
+            self.network.fuse(view.taps_BRF), view.embedding(), view.position(), context.native, needed.slot_BU
         )
-        rows, counted = slots_M.numel(), distilled.counted
-        weight = self.contract.feature_weight
-        regression = torch.zeros((), device=state_Md.device)
-        if view.has_last_feature:
-            with nullcontext() if weight else torch.no_grad():
-                regression = smooth_l1(self.network.head_input(state_Md), teacher_Md)
-        divisor = view.tokens_BS.numel() if self.contract.reduction == "pinned" else counted
-        loss = distilled.loss / self.row_count(divisor)
-        terms: list[Measure] = [(distilled.loss.detach(), divisor)]
-        if weight:
-            loss = loss + weight * regression / self.row_count(rows)
-            terms.append((weight * regression.detach(), rows))
-        measures: dict[str, Measure] = {
-            "distillation": (distilled.loss.detach(), counted),
-            "accuracy": (distilled.hits, counted),
-            "recall@5": (distilled.recall, counted),
-            "argmax_coverage": (counted, rows),
-            "state_norm": (state_Md.detach().float().norm(dim=-1).sum(), rows),
-        }
-        if view.has_last_feature:
-            measures["regression"] = (regression.detach(), rows)
+        states = [state_BUd]
+        for step in range(1, self.contract.steps):
+            state_BUd = state_BUd.detach() if self.contract.detach else state_BUd
+            state_BUd = self.network(state_BUd, roots.embedding(step), roots.position(step), context.own)
+            states.append(state_BUd)
+        yield self.objective(states, view, needed)
+
+    def step_weights(self) -> Tensor:
+        """[S], of each step's mean."""
+        return self.contract.decay ** torch.arange(self.contract.steps, device=self.device, dtype=torch.float32)
+
+    def objective(self, states: list[Tensor], view: View, needed: NeededRows) -> Pass:
+        """The weighted losses of all steps; ``states``: [B, U, d] each."""
+        network, weight_S = self.network, self.step_weights()
+        root_MS, lands_MS = needed.root_MS, needed.lands_MS
+        state_MSd = torch.stack([x.flatten(0, 1)[at_M] for x, at_M in zip(states, root_MS.unbind(1), strict=True)], 1)
+        teacher_Mw = view.teacher().flatten(0, 1)[needed.landing_M]
+        ids_K, slots = network.ids_K, view.tokens_BS.numel()
+        pinned = self.contract.reduction == "pinned"
+        distilled = distill_to_draft_vocabulary(
+            state_MSd,
+            lands_MS,
+            teacher_Mw,
+            lambda x: network.logits(x, view.target.lm_head),
+            TeacherHeads(view.teacher_logits, None if ids_K is None else view.drafted_logits(ids_K), ids_K),
+            lambda counted_S: weight_S / self.row_count(slots if pinned else counted_S),
+            parameters=network.head_parameters,
+        )
+        loss = distilled.loss
+        terms: list[Measure] = []
+        measures: dict[str, Measure] = {}
+        for step, weight in enumerate(weight_S):
+            rows, counted, soft = needed.loss[step].numel(), distilled.counted_S[step], distilled.soft_S[step]
+            state_Md, lands_M1 = state_MSd[:, step], lands_MS[:, step, None]
+            terms.append((weight * soft, slots if pinned else counted))
+            tail = f"/step{step}" if step else ""
+            measures[f"distillation{tail}"] = soft, counted
+            measures[f"accuracy{tail}"] = distilled.hits_S[step], counted
+            measures[f"recall@5{tail}"] = distilled.recall_S[step], counted
+            measures[f"argmax_coverage{tail}"] = counted, rows
+            norm_M1 = state_Md.detach().float().norm(dim=-1, keepdim=True)
+            measures[f"state_norm{tail}"] = (norm_M1 * lands_M1).sum(), rows
+            if view.has_last_feature:
+                regression = self._regression(state_Md, teacher_Mw, lands_M1)
+                measures[f"regression{tail}"] = regression.detach(), rows
+                if self.contract.feature_weight:
+                    part = weight * self.contract.feature_weight * regression
+                    loss = loss + part / self.row_count(rows)
+                    terms.append((part.detach(), rows))
         return Pass(loss, terms, measures)
+
+    def _regression(self, state_Md: Tensor, teacher_Md: Tensor, lands_M1: Tensor) -> Tensor:
+        """Distance of what the head reads to the target's last feature, summed over the rows that have a state."""
+        with nullcontext() if self.contract.feature_weight else torch.no_grad():
+            predicted_Md = self.network.head_input(state_Md).to(torch.promote_types(teacher_Md.dtype, state_Md.dtype))
+            return smooth_l1(torch.where(lands_M1, predicted_Md, teacher_Md), teacher_Md)
 
     # ---- how much of what the target says can be drafted -----------------------------------------------------
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -87,6 +87,10 @@ class HassModule(EagleModule):
     contract_type = HassContract
     contract: HassContract
 
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        super().__init__(*args, **keywords)
+        self.skips_rows = self.contract.alignment == "masked"  # the published arithmetic is written out for all rows
+
     @property
     def is_eagle_yet(self) -> bool:
         """Whether the present step is still in the first, EAGLE-1 part."""
@@ -100,6 +104,10 @@ class HassModule(EagleModule):
         return self.contract.pass_weights[: 1 if self.is_eagle_yet else None]
 
     @property
+    def num_steps(self) -> int:
+        return self.contract.passes
+
+    @property
     def num_passes(self) -> int:
         return len(self.weights) if self.contract.detach else 1
 
@@ -110,31 +118,38 @@ class HassModule(EagleModule):
             yield Pass.joined(list(self._alignment_passes(view)))
 
     def _alignment_passes(self, view: View) -> Iterator[Pass]:
-        contract = self.contract
+        contract, needed = self.contract, self.needed(view.rows)
+        view = dataclasses.replace(view, rows=dataclasses.replace(view.rows, needed=needed))
         weight = 0.0 if self.is_eagle_yet else contract.top_weight
         term = {"top_weight": weight, "top_k": contract.top_k, "renormalise": contract.renormalise_top_k}
         older: list[Tensor] = []
         state_BRd = self.noisy(self.network.fuse(view.taps_BRF), view)
         for step, pass_weight in enumerate(self.weights):
-            predicted_BRd = self._forward(older, state_BRd, view)
+            predicted_BUd = self._forward(older, state_BRd, view)
             if step + 1 < len(self.weights):
                 older.append(state_BRd)
-            state_BRd = predicted_BRd.detach() if contract.detach else predicted_BRd
-            yield self.objective(predicted_BRd, view, step, **term).weighted(pass_weight, step)
+            state_BRd = predicted_BUd.detach() if contract.detach else predicted_BUd
+            yield self.objective(predicted_BUd, view, needed, step, **term).weighted(pass_weight, step)
 
     def _forward(self, older: list[Tensor], newest_BRd: Tensor, view: View) -> Tensor:
-        """Predict from the newest state of every root; the older ones give keys."""
+        """Predict from the newest state of every root; the older ones give keys.
+
+        The first state is of all rows, the others are of the needed ones only.
+        """
+        needed = self.needed(view.rows)
+        roots = view.of_needed(needed)
         if self.contract.alignment == "shipped":
             context: RolloutContext = ShippedContext(view.rows, view.tokens_BS.shape[1])
         else:
-            context = RolloutContext(view.rows)
+            context = RolloutContext(view.rows, needed.slot_BU)
         for step, state_BRd in enumerate(older):
             # recomputed in the backward pass: only keys and values are kept, so a pass stays as small as EAGLE-1's
-            keys = checkpoint(self._keys, state_BRd, view, step, use_reentrant=False)
+            keys = checkpoint(self._keys, state_BRd, roots if step else view, step, use_reentrant=False)
             (context.add_own if step else context.add_native)(*keys)
+        if not older:
+            return self.network(newest_BRd, view.embedding(), view.position(), context.native, needed.slot_BU)
         last = len(older)
-        attend = context.own if last else context.native
-        return self.network(newest_BRd, view.embedding(last), view.position(last), attend)
+        return self.network(newest_BRd, roots.embedding(last), roots.position(last), context.own)
 
     def _keys(self, state_BRd: Tensor, view: View, step: int) -> tuple[Tensor, Tensor]:
         return self.network.keys(state_BRd, view.embedding(step), view.position(step))

@@ -9,8 +9,10 @@ import dataclasses
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from eaglelab.data.batch import Batch
+from eaglelab.data.needed import NeededRows
 from eaglelab.data.rows import Rows
 from eaglelab.features.source import FeatureSource, Head, OnlineFeatures
 from eaglelab.target import FrozenTarget, Tap
@@ -61,6 +63,18 @@ class View:
         """Teacher rows [..., w] -> the target's logits [..., V]."""
         head = self.target.lm_head if self.teacher_head is None else self.teacher_head
         return head(teacher)
+
+    def drafted_logits(self, ids_K: Tensor) -> Head:
+        """Teacher rows [..., w] -> the target's logits of the tokens ``ids_K`` alone [..., K]."""
+        own = self.teacher_head is None or self.teacher_head == self.target.lm_head
+        if own and self.target.head_logits_are_linear:
+            weight_Kd = self.target.head_weight[ids_K]
+            return lambda teacher: F.linear(teacher.to(weight_Kd.dtype), weight_Kd)
+        return lambda teacher: self.teacher_logits(teacher)[..., ids_K]
+
+    def of_needed(self, needed: NeededRows) -> View:
+        """The same view of the needed rows only."""
+        return dataclasses.replace(self, rows=needed.rows, taps_BRF=needed.pick(self.taps_BRF))
 
     def label(self, step: int = 0) -> Tensor:
         """int64 [B, R], the data's token ``x_{t+2+step}``, which the logits are for; rows must reach that far."""

@@ -84,13 +84,18 @@ def causal_bias(R: int, dtype=torch.float32) -> torch.Tensor:
     return torch.full((1, 1, R, R), -torch.inf, dtype=dtype).triu(1)
 
 
+def stacked(q, k, v, own_k_BHRsD, own_v_BHRsD, kernel):
+    """Own keys and values of all steps in one tensor."""
+    return joint_attention(q, k, v, own_k_BHRsD.unbind(3), own_v_BHRsD.unbind(3), kernel)
+
+
 @pytest.mark.parametrize("masked", [False, True])
 def test_one_dense_softmax_is_equal(masked):
     g = torch.Generator().manual_seed(0)
     shapes = [(2, 3, 6, 4)] * 3 + [(2, 3, 6, 2, 4)] * 2
     inputs = [torch.randn(x, generator=g) for x in shapes]
     bias = torch.randn(2, 1, 6, 6, generator=g) if masked else None
-    torch.testing.assert_close(joint_attention(*inputs, FlashAttention(bias)), dense_joint_attention(*inputs, bias))
+    torch.testing.assert_close(stacked(*inputs, FlashAttention(bias)), dense_joint_attention(*inputs, bias))
 
 
 def written_out_everywhere():
@@ -143,7 +148,7 @@ def test_gradcheck(kernel):
     bias = torch.zeros(B, 1, R, R, dtype=torch.float64)
     bias[0, 0, 1, 0] = bias[0, 0, 2, 3] = -torch.inf
     kernels = {"causal": FlashAttention(None), "masked": FlashAttention(bias), "written out": WrittenOutAttention(bias)}
-    assert torch.autograd.gradcheck(lambda *x: joint_attention(*x, kernels[kernel]), inputs)
+    assert torch.autograd.gradcheck(lambda *x: stacked(*x, kernels[kernel]), inputs)
 
 
 @pytest.mark.parametrize("kernel", [FlashAttention(None), WrittenOutAttention(causal_bias(2))], ids=["flash", "dense"])
@@ -153,7 +158,7 @@ def test_large_scores_do_not_overflow(kernel):
     k, v = torch.zeros(1, 1, 2, 1), torch.zeros(1, 1, 2, 1)
     for sign, expected in ((1.0, 7.0), (-1.0, 0.0)):
         own_k, own_v = torch.full((1, 1, 2, 1, 1), sign * 100.0), torch.full((1, 1, 2, 1, 1), 7.0)
-        out = joint_attention(q, k, v, own_k, own_v, kernel)
+        out = stacked(q, k, v, own_k, own_v, kernel)
         torch.testing.assert_close(out, torch.full_like(out, expected))
 
 

@@ -58,7 +58,7 @@ def sibling_visible() -> None:
 
     def neighbour(self, q):
         k, v, own_k, own_v = spread(self, q)
-        return k, v, own_k, own_v.roll(1, dims=2)
+        return k, v, own_k, [x.roll(1, dims=2) for x in own_v]
 
     RolloutContext._spread_keys = neighbour
 
@@ -80,7 +80,7 @@ def ancestors_forgotten() -> None:
 def masked_by_zero() -> None:
     from eaglelab.variants import hass
 
-    hass.RolloutContext = lambda rows: hass.ShippedContext(rows, rows.source_BR.shape[1] + 1)
+    hass.RolloutContext = lambda rows, *slots: hass.ShippedContext(rows, rows.source_BR.shape[1] + 1)
 
 
 @mutant("spliced states not detached", HASS_GOLDEN + "[masked_nopad]")

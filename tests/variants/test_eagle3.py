@@ -40,10 +40,8 @@ def perturb_norms(module) -> None:
                 assert "norm" in name
 
 
-def test_golden_seven_steps(monkeypatch):
+def test_golden_seven_steps():
     """Per-step losses, their 0.8^s sum and every gradient, with the published reduction and draft vocabulary."""
-    # recorded are the target's logits, no features to measure a distance to
-    monkeypatch.setattr("eaglelab.variants.eagle3.smooth_l1", lambda state, teacher: state.new_zeros(()))
     golden = Golden("eagle3_train_s0")
     target = tiny_target(vocab_size=97, rms_norm_eps=1e-5, num_hidden_layers=8)
     module = eagle3(target, reduction="pinned", draft_vocab_size=40)
@@ -51,16 +49,20 @@ def test_golden_seven_steps(monkeypatch):
     embedding = weights.pop("embed_tokens.weight")
     module.network.load_state_dict(weights, strict=True)
     stub = types.SimpleNamespace(
-        embed=lambda ids: F.embedding(ids, embedding), lm_head=lambda logits: logits, max_positions=64
+        embed=lambda ids: F.embedding(ids, embedding),
+        lm_head=lambda logits: logits,
+        max_positions=64,
+        head_logits_are_linear=False,
     )
     rows = golden.rows()
-    view = View(rows, golden["in.input_ids"], rows.gather(golden["in.taps"]), golden["in.target_logits"], stub)
+    taps, logits = rows.gather(golden["in.taps"]), golden["in.target_logits"]
+    view = View(rows, golden["in.input_ids"], taps, logits, stub, has_last_feature=False)  # recorded are the logits
 
-    losses, objective = [], module.objective
-    module.objective = lambda *a: losses.append(objective(*a)) or losses[-1]
     (one,) = module.passes(view)
+    assert len(one.terms) == 7
     for step, expected in enumerate(golden.facts["losses"]):
-        assert losses[step].loss.item() == pytest.approx(expected, rel=1e-5), step
+        total, slots = one.terms[step]
+        assert float(total / slots) == pytest.approx(0.8**step * expected, rel=1e-5), step
     assert one.loss.item() == pytest.approx(golden.facts["total"], rel=1e-5)
     one.loss.backward()
     for name, parameter in module.network.named_parameters():
@@ -82,8 +84,8 @@ def test_steps_equal_a_sequential_cached_draft_chain(deep_target, settings):
     """Step s of root r is what decoding drafts from r: steps 1 to 7, 1e-5 of their scale, packed and padded."""
     module = eagle3(deep_target, **settings)
     perturb_norms(module)
-    states = []
-    module.objective = lambda state, *_: states.append(state.detach()) or Pass(state.sum(), [], {})
+    states, module.skips_rows = [], False
+    module.objective = lambda reached, *_: states.extend(reached) or Pass(sum(x.sum() for x in reached), [], {})
     lengths = ((9, 7), (12,))
     batch = make_batch(lengths)
     list(module.passes(View.of(batch, deep_target, module.taps)))
@@ -131,13 +133,7 @@ def test_masked_reduction_does_not_depend_on_padding(deep_target):
 def test_gradient_flows_through_every_step(deep_target):
     """With all weight on the last step's loss, the fusion still learns."""
     module = eagle3(deep_target, decay=1.0)
-    objective = module.objective
-
-    def only_last(state, view, step):
-        one = objective(state, view, step)
-        return one if step == 6 else Pass(one.loss * 0, [], {})
-
-    module.objective = only_last
+    module.step_weights = lambda: torch.eye(7)[6]
     (one,) = module.passes(View.of(make_batch(((14,),)), deep_target, module.taps))
     one.loss.backward()
     assert module.network.fc.weight.grad.abs().max() > 0
