@@ -56,19 +56,6 @@ class NeededRows:
         return NeededRows(**moved)
 
 
-def pick(self, x_BR: Tensor) -> Tensor:
-        """[B, R, ...] -> [B, U, ...]."""
-        return pick(x_BR, self.slot_BU)
-
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> NeededRows:
-        """A copy on ``device``."""
-        slot_BU = None if self.slot_BU is None else self.slot_BU.to(device, non_blocking=non_blocking)
-        parts = (self.rows, self.landing_M, self.root_MS, self.lands_MS)
-        rows, *landing = (part.to(device, non_blocking=non_blocking) for part in parts)
-        loss = tuple(slots.to(device, non_blocking=non_blocking) for slots in self.loss)
-        return NeededRows(rows, slot_BU, loss, *landing)
-
-
 def pick(x_BR: Tensor, slot_BU: Tensor | None) -> Tensor:
     """Rows ``slot_BU`` of each sequence, [B, R, ...] -> [B, U, ...]; None: all of them."""
     if slot_BU is None:
