@@ -49,12 +49,3 @@ def gradients_stay_local() -> None:
     from eaglelab.variants import DraftingModule
 
     DraftingModule._average_gradients = lambda self: None
-
-
-@mutant(
-    "rows counted by each process alone", "tests/training/test_measures.py::test_two_processes_log_what_one_logs[eagle]"
-)
-def rows_counted_locally() -> None:
-    from eaglelab.variants import DraftingModule
-
-    DraftingModule._over_processes = lambda self, count: count

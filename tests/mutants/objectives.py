@@ -80,10 +80,11 @@ def noise_in_validation() -> None:
 def regression_summed_over_the_width() -> None:
     from eaglelab import objectives
     from eaglelab.objectives import regression
+    from eaglelab.variants import eagle
 
     mean = regression.smooth_l1
 
     def summed(predicted_Md, feature_Md, **kw):
         return mean(predicted_Md, feature_Md, **kw) * predicted_Md.shape[-1]
 
-    objectives.smooth_l1 = regression.smooth_l1 = summed
+    objectives.smooth_l1 = regression.smooth_l1 = eagle.smooth_l1 = summed
