@@ -218,6 +218,11 @@ class FrozenTarget(nn.Module):
         return self._wiring.head.weight
 
     @property
+    def decoder(self) -> nn.Module:
+        """The stack of layers that turns token ids into final features."""
+        return self._wiring.decoder
+
+    @property
     def last_layer(self) -> nn.Module:
         """The decoder layer in front of the final norm."""
         return self._wiring.layers[-1]

@@ -152,7 +152,9 @@ class KVSlots(Cache):
         self._pools: list[Tensor] = []  # each [layers sharing a shape, B, H, C + 1, hd]
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
+        self._places: dict[int, tuple[int, int, int, int]] = {}  # layer -> pool and place in it of keys, of values
         self._plan: SlotPlan | None = None
+        self._views: list[_PoolViews] = []  # of the plan, where one slice serves every sequence
 
     def __repr__(self) -> str:
         return f"KVSlots(batch={self.batch}, capacity={self.capacity}, lengths={self.lengths})"
@@ -185,6 +187,7 @@ class KVSlots(Cache):
             ValueError: a sequence would grow past the capacity.
         """
         assert self._plan is None, "commit() or discard() the previous rows first"
+        self._views = []
         counts = (rows,) * self.batch if counts is None else tuple(map(int, counts))
         assert len(counts) == self.batch
         assert all(0 <= c <= rows for c in counts)
@@ -214,16 +217,18 @@ class KVSlots(Cache):
         """Called by each attention layer: write [B, H, N, hd], return the visible [B, H, K, hd]."""
         plan = self._plan
         assert plan is not None, "begin() plans the slots before the model runs"
-        keys_BHCh = self._keys.get(layer_idx)
-        if keys_BHCh is None:
+        if layer_idx not in self._keys:
             self._allocate(layer_idx, key_states, value_states)
-            keys_BHCh = self._keys[layer_idx]
-        keys_BHCh, values_BHCh = keys_BHCh[: self.batch], self._values[layer_idx][: self.batch]
         if plan.start is not None:
-            end = plan.start + plan.rows
-            keys_BHCh[:, :, plan.start : end] = key_states
-            values_BHCh[:, :, plan.start : end] = value_states
-            return keys_BHCh[:, :, :end], values_BHCh[:, :, :end]
+            # three views per pool and pass, not six per layer: on a CPU they would cost as much as the copies
+            while len(self._views) < len(self._pools):
+                self._views.append(_PoolViews(self._pools[len(self._views)], self.batch, plan.start, plan.visible))
+            key_pool, key, value_pool, value = self._places[layer_idx]
+            keys, values = self._views[key_pool], self._views[value_pool]
+            keys.new[key].copy_(key_states)
+            values.new[value].copy_(value_states)
+            return keys.visible[key], values.visible[value]
+        keys_BHCh, values_BHCh = self._keys[layer_idx][: self.batch], self._values[layer_idx][: self.batch]
         assert plan.slots_BN is not None
         batch_B1 = torch.arange(self.batch, device=key_states.device)[:, None]
         keys_BHCh[batch_B1, :, plan.slots_BN] = key_states.transpose(1, 2)
@@ -330,17 +335,23 @@ class KVSlots(Cache):
     def _allocate(self, layer_idx: int, key_BHNh: Tensor, value_BHNh: Tensor) -> None:
         """Zeroed buffers (a masked NaN would still poison a sum) with one spare slot at the end."""
         if self._shapes is None:
+            first = len(self._pools)
             self._keys[layer_idx] = self._pool(1, key_BHNh.shape[1], key_BHNh.shape[3], key_BHNh)[0]
             self._values[layer_idx] = self._pool(1, value_BHNh.shape[1], value_BHNh.shape[3], value_BHNh)[0]
+            self._places[layer_idx] = (first, 0, first + 1, 0)
             return
-        entries: dict[tuple[int, int], list[tuple[dict[int, Tensor], int]]] = {}
+        entries: dict[tuple[int, int], list[tuple[bool, int]]] = {}
         for layer, (key_heads, key_width, value_heads, value_width) in enumerate(self._shapes):
-            entries.setdefault((key_heads, key_width), []).append((self._keys, layer))
-            entries.setdefault((value_heads, value_width), []).append((self._values, layer))
+            entries.setdefault((key_heads, key_width), []).append((True, layer))
+            entries.setdefault((value_heads, value_width), []).append((False, layer))
+        keys: dict[int, tuple[int, int]] = {}
+        values: dict[int, tuple[int, int]] = {}
         for (heads, width), members in entries.items():
-            pool = self._pool(len(members), heads, width, key_BHNh)
-            for index, (buffers, layer) in enumerate(members):
-                buffers[layer] = pool[index]
+            number, pool = len(self._pools), self._pool(len(members), heads, width, key_BHNh)
+            for index, (is_key, layer) in enumerate(members):
+                (self._keys if is_key else self._values)[layer] = pool[index]
+                (keys if is_key else values)[layer] = number, index
+        self._places = {layer: (*keys[layer], *values[layer]) for layer in keys}
         assert self._keys[layer_idx].shape[1::2] == key_BHNh.shape[1::2]
 
     def _pool(self, layers: int, heads: int, width: int, like: Tensor) -> Tensor:
@@ -388,3 +399,12 @@ class KVSlots(Cache):
         target_BA = torch.tensor(target, device=device)
         for pool in self._pools:
             pool[:, batch_B1, :, target_BA] = pool[:, batch_B1, :, source_BA]
+
+
+class _PoolViews:
+    """A pool's slots of one pass, layer by layer: those of the new rows and all visible ones."""
+
+    def __init__(self, pool: Tensor, batch: int, start: int, end: int) -> None:
+        used = pool[:, :batch, :, :end]
+        self.visible = used.unbind(0)
+        self.new = used[:, :, :, start:].unbind(0)
