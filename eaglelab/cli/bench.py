@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from omegaconf import DictConfig
 
+from eaglelab.cli.checks import writable
 from eaglelab.cli.errors import command
 
 
@@ -13,14 +14,16 @@ def main(config: DictConfig) -> None:
     from eaglelab.training.cost import Shape, cost_table, measure, save_costs
     from eaglelab.variants import VARIANTS
 
-    if unknown := [name for name in config.variants if name not in VARIANTS]:
+    variants = [config.variants] if isinstance(config.variants, str) else list(config.variants)
+    if unknown := [name for name in variants if name not in VARIANTS]:
         raise ValueError(f"variants={unknown[0]!r} is not one of {', '.join(VARIANTS)}")
     if config.steps < 1:
         raise ValueError(f"steps={config.steps}: measure at least one")
-    costs = [measure(name, Shape(**config.shape), steps=config.steps) for name in config.variants]
+    out, shape = None if config.out is None else writable(config.out), Shape(**config.shape)
+    costs = [measure(name, shape, steps=config.steps) for name in variants]
     print(cost_table(costs))
-    if config.out:
-        save_costs(costs, config.out)
+    if out is not None:
+        save_costs(costs, out)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
+from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
@@ -50,6 +52,23 @@ def check_settings(config: DictConfig, config_name: str, missing_allowed: bool) 
         raise ValueError(
             f"Missing mandatory value: {missing[0]}; give {missing[0]}=..., `eaglelab {verb} --help` says what it is"
         )
+
+
+def writable(path: str) -> Path:
+    """The path of a file to be written at the end; checked before hours of work, its folder is made.
+
+    Raises:
+        ValueError: it is a folder, or its own cannot be made or written to.
+    """
+    file = Path(path)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"out={path} cannot be written ({error.strerror}); choose another file") from None
+    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+        what = "is a folder" if file.is_dir() else "may not be written"
+        raise ValueError(f"out={path} {what}; choose another file")
+    return file
 
 
 def settings_like(name: str, config_name: str) -> str | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from eaglelab.cli.checks import writable
 from eaglelab.cli.config import register_resolvers
 from eaglelab.cli.errors import command
 from eaglelab.cli.quiet import quiet_libraries
@@ -30,15 +31,16 @@ def _main(config: DictConfig) -> None:
     """Print what separates runs."""
     from eaglelab.comparison import diff_table, differences
 
+    out = None if config.out is None else writable(config.out)
     quiet_libraries()
     paths = [*(one for one in (config.a, config.b) if one is not None), *config.runs]
     if len(paths) < 2:
         raise ValueError(f"a difference is between two runs, {len(paths)} given: eaglelab diff RUN RUN")
     found = differences(_labels(paths))
     print(diff_table(found))
-    if config.out:
+    if out is not None:
         content = json.dumps([one.to_dict() for one in found], indent=1)
-        Path(config.out).write_text(content + "\n", encoding="utf-8")
+        out.write_text(content + "\n", encoding="utf-8")
 
 
 def _labels(paths: list[str]) -> dict[str, str]:

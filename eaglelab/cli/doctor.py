@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf
 
+from eaglelab.cli.checks import writable
 from eaglelab.cli.config import register_resolvers
 from eaglelab.cli.errors import command
 from eaglelab.cli.quiet import quiet_libraries
@@ -35,6 +36,7 @@ def main(config: DictConfig) -> None:
         raise ValueError(f"limit={config.limit}: two conversations are the least that shows a spread")
     if config.depth < 1:
         raise ValueError(f"depth={config.depth}: the chain needs at least one step")
+    out = None if config.out is None else writable(config.out)
     quiet_libraries()
     name, target, network, taps = _drafter(config)
     hypotheses = hypotheses_for(network, target, taps)
@@ -45,8 +47,8 @@ def main(config: DictConfig) -> None:
     listed, chats = ", ".join(map(str, taps)), len(conversations)
     print(f"{name}: taps {listed}; {chats} answers of the target, {tokens:,} tokens, chain of {config.depth}\n")
     print(report(diagnosis))
-    if config.out is not None:
-        _save(diagnosis, config.out)
+    if out is not None:
+        _save(diagnosis, out)
 
 
 def _drafter(config: DictConfig) -> tuple[str, FrozenTarget, DraftNetwork, tuple[Tap, ...]]:
@@ -87,14 +89,14 @@ def _answers(config: DictConfig, target: FrozenTarget) -> Iterator[tuple[list[in
         yield ids + result.tokens, len(ids)
 
 
-def _save(diagnosis: Diagnosis, path: str) -> None:
+def _save(diagnosis: Diagnosis, path: Path) -> None:
     findings = [
         {"name": one.hypothesis.name, "trained": one.hypothesis.trained, "change": one.hypothesis.change}
         | {key: value for key, value in dataclasses.asdict(one).items() if key != "hypothesis"}
         for one in diagnosis.findings
     ]
     told = {"verdict": diagnosis.verdict, "best": diagnosis.best.hypothesis.name, "sureness": diagnosis.sureness}
-    Path(path).write_text(json.dumps(told | {"findings": findings}, indent=1) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(told | {"findings": findings}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

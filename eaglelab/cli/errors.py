@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from eaglelab.cli.checks import check_settings, settings_like
@@ -104,6 +105,9 @@ def _unknown_setting(error: BaseException) -> str:
 
 def _one_line(error: BaseException) -> str:
     """OmegaConf's details, the key once more and the type around it, stay out."""
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        way_out = "free some space, or choose another place" if error.errno == errno.ENOSPC else "choose another path"
+        return f"{error.filename}: {error.strerror}; {way_out}"
     if not isinstance(error, OmegaConfBaseException):
         return str(error)
     lines = str(error).splitlines()

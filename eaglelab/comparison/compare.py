@@ -42,11 +42,10 @@ def compare(plan: Plan, compose: Compose) -> dict[str, Any]:
         Interrupted: Ctrl-C or SIGTERM; the same call goes on.
     """
     plan = dataclasses.replace(plan, out=plan.out.resolve())
-    suites = load_suites(plan)
+    suites, given = load_suites(plan), given_runs(plan)
     with locked(plan.out):
         record = Record(plan)
         trainings = Trainings(plan, compose) if plan.recipes else None
-        given = given_runs(plan)
         prepare(plan, record, trainings, given)
         with _progress(plan, record, suites) as progress:
             runs = train_all(plan, record, trainings, progress) if trainings is not None else []

@@ -47,6 +47,18 @@ class Shape:
     length: int = 512
     segments: int = 1
 
+    def __post_init__(self) -> None:
+        for name, value in dataclasses.asdict(self).items():
+            if value < 1:
+                raise ValueError(f"shape.{name}={value} must be at least 1")
+        if self.hidden_size % self.num_heads or self.hidden_size // self.num_heads % 2:
+            raise ValueError(
+                f"shape.num_heads={self.num_heads} does not cut shape.hidden_size={self.hidden_size} into heads of "
+                "even width; change one of them"
+            )
+        if self.length < 8 * self.segments:
+            raise ValueError(f"shape.length={self.length} is short for {self.segments} conversations; give 8 each")
+
     def target(self) -> FrozenTarget:
         from transformers import LlamaConfig, LlamaForCausalLM
 
