@@ -91,24 +91,26 @@ class Run:
         return 1 - (self.target + self.drafter) / self.decode
 
 
-def decode_run(engine: Engine, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Run:
-    """Decode prompts one at a time, to the length limit, and look where the time goes."""
+def decode_run(engine: Engine, prompts: Sequence[Sequence[int]], max_new_tokens: int, batch: int = 1) -> Run:
+    """Decode prompts greedily, `batch` at a time and each group to its end, and look where the time goes."""
     target, drafter, run = engine.target, engine.drafter, Run()
-    for prompt in prompts:
+    for first in range(0, len(prompts), batch):
         began = time.perf_counter()
-        state = engine.start([list(prompt)], max_new_tokens=max_new_tokens, stop_ids=frozenset())
+        state = engine.start(prompts[first : first + batch], max_new_tokens=max_new_tokens)
         started = time.perf_counter()
+        run.all_tokens += len(state.requests)
         with networks_timed(target, drafter) as (in_target, in_drafter):
-            for (record,) in engine.rounds(state):
-                run.rounds += 1
-                run.tokens += record.published
-                run.accepted += record.accepted
+            for records in engine.rounds(state):
+                for record in records:
+                    run.rounds += 1
+                    run.tokens += record.published
+                    run.accepted += record.accepted
         ended = time.perf_counter()
-        run.all_tokens += len(state.requests[0].new_tokens)
         run.decode += ended - started
         run.whole += ended - began
         run.target += in_target.seconds
         run.drafter += in_drafter.seconds
+    run.all_tokens += run.tokens
     return run
 
 
@@ -203,7 +205,7 @@ def measure_decoding(
     batch_prompts: Sequence[Sequence[int]] = (),
     progress: bool = True,
 ) -> DecodingSpeed:
-    """Decode the same prompts in every way, alternated; greedy, to the length limit.
+    """Decode the same prompts in every way, alternated; greedy.
 
     Args:
         trees: by name; the first one is also decoded at batch 1 and `batch`, over `batch_prompts`.
@@ -219,7 +221,7 @@ def measure_decoding(
     def generate() -> Run:
         run, began = Run(), time.perf_counter()
         for prompt in prompts:
-            run.all_tokens += len(generate_ids(target, prompt, max_new_tokens, frozenset()))
+            run.all_tokens += len(generate_ids(target, prompt, max_new_tokens, target.eos_token_ids))
         run.whole = time.perf_counter() - began
         return run
 
@@ -312,5 +314,5 @@ def _split(runs: Sequence[Run]) -> dict[str, Spread]:
 
 def _batch_seconds(engine: Engine, prompts: Sequence[Sequence[int]], max_new_tokens: int, batch: int) -> float:
     began = time.perf_counter()
-    engine.generate(prompts, max_new_tokens=max_new_tokens, stop_ids=frozenset(), batch=batch)
+    engine.generate(prompts, max_new_tokens=max_new_tokens, batch=batch)
     return time.perf_counter() - began

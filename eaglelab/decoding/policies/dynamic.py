@@ -82,6 +82,11 @@ class DynamicTree:
         Raises:
             ValueError: `width` is above the draft vocabulary.
         """
+        return self._prune(*self.grow(drafter, state, seed))
+
+    def grow(self, drafter: Drafter, state: DraftState, seed: DraftSeed) -> tuple[Tensor, Tensor, Tensor, int]:
+        """All candidates, before the best are chosen: parents' rows, tokens and path values [B, M], level by level, and
+        how many levels there are. Rows are those of `prune`."""
         K, device = self.width, seed.hidden_B1d.device
         value_BM, tokens_BM = self._children(drafter, seed.hidden_B1d, torch.zeros(seed.batch, 1, device=device))
         values, tokens, parents = [value_BM], [tokens_BM], [torch.zeros_like(tokens_BM)]
@@ -107,7 +112,7 @@ class DynamicTree:
             value_BM, tokens_BM = self._children(drafter, hidden_BWd, value_BW)
             values.append(value_BM)
             tokens.append(tokens_BM)
-        return self._prune(torch.cat(parents, dim=1), torch.cat(tokens, dim=1), torch.cat(values, dim=1), len(values))
+        return torch.cat(parents, dim=1), torch.cat(tokens, dim=1), torch.cat(values, dim=1), len(values)
 
     def _worth(self, value_BM: Tensor, most: int) -> int:
         """How many nodes reach the floor in the sequence that has most of them; `most` without a floor."""
