@@ -2,7 +2,7 @@
 # sh experiments/clients/run.sh WORK
 # Train small drafters, export them, and let vLLM and speculators load them. WORK gets about 6 GB; 1 to 2 hours on 2
 # cores. A step whose result is in WORK is not done again; results go to experiments/clients/results.
-# With EAGLELAB_SMOLLM2=FILE.gguf (SmolLM2-135M-Instruct) also with that target: it answers 80 prompts for training.
+# With EAGLELAB_SMOLLM2=FOLDER, where experiments/smollm2/run.sh worked, also with that target and its drafters.
 set -e
 WORK=$(mkdir -p "$1" && cd "$1" && pwd)
 HERE=$(cd "$(dirname "$0")" && pwd)
@@ -77,14 +77,12 @@ with_vllm eagle31 vllm eagle3
 
 # ---- SmolLM2 ------------------------------------------------------------------------------------------------------
 [ -n "${EAGLELAB_SMOLLM2:-}" ] || exit 0
-TARGET=$WORK/smollm2
+TARGET=$EAGLELAB_SMOLLM2/target
 PROMPTS="10 64"
-[ -f "$TARGET/model.safetensors" ] || "$PYTHON" "$HERE/unpack_gguf.py" "$EAGLELAB_SMOLLM2" "$TARGET"
-[ -f "$WORK/smollm2.jsonl" ] || "$EAGLELAB" generate target.source="$TARGET" data="$ROOT/eaglelab/assets/suites/alpaca.jsonl" \
-    limit=80 max_new_tokens=80 batch=16 keep=all out="$WORK/smollm2.jsonl"
-ON_SMOLLM2="target=hf target.source=$TARGET data=jsonl data.path=$WORK/smollm2.jsonl data.max_length=256
-    data.row_length=256 data.overlength=truncate data.batch_size=1 data.val_limit=4 trainer.max_steps=30 trainer.val_check_interval=30"
-train smollm2-eagle variant=eagle $ON_SMOLLM2 variant.drafter.fc_bias=false
-train smollm2-eagle3 variant=eagle3 $ON_SMOLLM2 variant.draft_vocab_size=4096 variant.steps=3
+for name in eagle hass eagle3; do
+    [ -d "$WORK/smollm2-$name" ] || ln -s "$EAGLELAB_SMOLLM2/$name" "$WORK/smollm2-$name"
+    train smollm2-$name
+done
 with_vllm smollm2-eagle vllm eagle
+with_vllm smollm2-hass vllm eagle
 with_vllm smollm2-eagle3 vllm eagle3

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 import numpy as np
 import torch
 
@@ -39,9 +40,10 @@ from eaglelab.training import RunFolder, train  # noqa: E402
 from tests.mutants import MUTANTS  # noqa: E402
 
 RESULTS = HERE / "results.json"
+FIGURE = ROOT / "docs" / "figures" / "failures.svg"
 PROMPTS, TOKENS = 16, 64
-STEPS = {"eagle": 100, "hass": 100, "eagle3": 60}
-"""Optimizer steps of a training here, of one packed row of 512 tokens each."""
+STEPS = {"eagle": 80, "hass": 60, "eagle3": 40}
+"""Optimizer steps that a trained drafter is trained on, of one packed row of 512 tokens each."""
 TREES = {
     "chain": make_tree("chain", depth=5),
     "static": make_tree("static"),
@@ -63,7 +65,6 @@ DECODING = {
     "end_token_inside": ("hass", "dynamic"),
     "unpublished_counted": ("hass", "dynamic"),
     "deeper_first": ("hass", "dynamic"),
-    "normed_twice": ("eagle3", "chain"),
 }
 """Mutant: whose drafter, which tree."""
 SAMPLING = {"bonus_unprocessed": "static", "q_keeps_the_rejected": "sampled"}
@@ -85,6 +86,8 @@ TRAINING = {
     "position_stays_eagle3": "eagle3",
     "sibling_visible": "eagle3",
 }
+SETTINGS = {"supervision_shift": ["variant.supervise=source"]}
+"""Faults that are somebody's setting."""
 
 
 def isolated(work: Callable[..., Any], *arguments: Any) -> Any:
@@ -124,11 +127,18 @@ class Bench:
             sys.exit(f"no run folder {variant} or {variant}-0 in {self.runs}; train one, or give --runs")
         return RunFolder.existing(self.runs / names[0])
 
-    def chained(self, folder: RunFolder) -> dict[str, float]:
-        """tau of chains of 5 along the target's own greedy answers: exactly that of decoding them."""
+    def examined(self, folder: RunFolder) -> dict[str, Any]:
+        """Chains of 5 along the target's own greedy answers, as the right code reads the drafter, and the doctor."""
         network, taps = folder.load_network().eval(), folder.manifest().taps
-        found = examine(network, self.target, hypotheses_for(network, self.target, taps)[:1], self.answers)
-        return {"tau": round(float(found.tau_H[0]), 3), "one_step": round(float(found.one_step_H[0]), 4)}
+        found = diagnose(examine(network, self.target, hypotheses_for(network, self.target, taps), self.answers))
+        return {
+            "tau": round(found.declared.tau, 3),
+            "one_step": round(found.declared.one_step, 4),
+            "doctor": found.verdict,
+            "doctor_names": found.best.hypothesis.name,
+            "doctor_tau": round(found.best.tau, 3),
+            "sureness": round(found.sureness, 3),
+        }
 
 
 # ---- the four parts: each yields (key, function that measures) -----------------------------------------------------
@@ -154,7 +164,9 @@ def decoding(bench: Bench, variant: str, tree: str, fault: str | None) -> dict[s
     if fault:
         MUTANTS[fault].apply()
     drafter = bench.folder(variant).load_drafter(bench.target)
-    results = Engine(bench.target, drafter, TREES[tree]).generate(bench.prompts, max_new_tokens=TOKENS, batch=4)
+    room = bench.target.max_positions  # a fault may fill the slots with rows that nobody counts
+    engine = Engine(bench.target, drafter, TREES[tree], capacity=room)
+    results = engine.generate(bench.prompts, max_new_tokens=TOKENS, batch=4)
     accepted = [count for one in results for count in one.accepted]
     same = sum(one.tokens == other.tokens for one, other in zip(results, bench.plain, strict=True))
     return {
@@ -169,8 +181,8 @@ def decoding(bench: Bench, variant: str, tree: str, fault: str | None) -> dict[s
 
 
 def sampling(bench: Bench, tree: str, fault: str | None) -> dict[str, Any]:
-    """2,000 draws of two tokens at T = 1.5 among the 3 most probable: distance to the exact joint distribution."""
-    rule, draws = Sampling(temperature=1.5, top_k=3, seed=1), 2000
+    """2,000 draws of three tokens at T = 1.5 among the 3 most probable: distance to the exact joint distribution."""
+    rule, draws, length = Sampling(temperature=1.5, top_k=3, seed=1), 2000, 3
     prompt = bench.prompts[1]
 
     def following(tokens: tuple[int, ...]) -> dict[int, float]:
@@ -179,11 +191,13 @@ def sampling(bench: Bench, tree: str, fault: str | None) -> dict[str, Any]:
         best = logits.topk(rule.top_k)
         return dict(zip(best.indices.tolist(), best.values.softmax(-1).tolist(), strict=True))
 
-    exact = {(x, y): p * q for x, p in following(()).items() for y, q in following((x,)).items()}
+    exact = {(): 1.0}
+    for _ in range(length):
+        exact = {(*told, x): p * px for told, p in exact.items() for x, px in following(told).items()}
     if fault:
         MUTANTS[fault].apply()
     engine = Engine(bench.target, bench.folder("hass").load_drafter(bench.target), TREES[tree])
-    results = engine.generate([prompt] * draws, max_new_tokens=2, stop_ids=set(), sampling=rule, batch=200)
+    results = engine.generate([prompt] * draws, max_new_tokens=length, stop_ids=set(), sampling=rule, batch=200)
     seen = Counter(tuple(one.tokens) for one in results)
     outcomes = sorted(set(exact) | set(seen))
     p = np.array([exact.get(one, 0.0) for one in outcomes])
@@ -198,13 +212,20 @@ def sampling(bench: Bench, tree: str, fault: str | None) -> dict[str, Any]:
 
 
 def trained(bench: Bench, variant: str, fault: str | None, scratch: Path) -> dict[str, Any]:
-    """A short training with the fault; then the drafter as the right code reads it."""
+    """The trained drafter, trained on for a while with the fault; then read by the right code, and by the doctor."""
     steps, out = STEPS[variant], scratch / (fault or f"right-{variant}")
 
     def work() -> dict[str, float]:
-        if fault:
+        if fault and fault not in SETTINGS:
             MUTANTS[fault].apply()
-        job = [f"variant={variant}", "recipe=none", "optim.lr=6e-3", "data.batch_size=1", "data.val_limit=12"]
+        job = [
+            *SETTINGS.get(fault or "", ()),
+            f"variant={variant}",
+            "recipe=none",
+            "optim.lr=6e-3",
+            "data.batch_size=1",
+            "data.val_limit=12",
+        ]
         job += [f"data.limit={4 * steps}", f"trainer.max_steps={steps}", f"trainer.val_check_interval={steps}"]
         job += [
             "callbacks.progress=null",
@@ -212,15 +233,14 @@ def trained(bench: Bench, variant: str, fault: str | None, scratch: Path) -> dic
             "logger=csv",
             "trainer.log_every_n_steps=1",
         ]
-        if variant == "eagle3":
-            job.append("variant.head_init=target_rows")
+        job.append(f"init_from={bench.folder(variant).path.resolve()}")
         train(compose_training(job, out), out)
         return curve(out)
 
     seen = isolated(work)
     if "error" in seen:
         return {"variant": variant, "steps": steps, **seen}
-    return {"variant": variant, "steps": steps, **seen, **isolated(lambda: bench.chained(RunFolder.existing(out)))}
+    return {"variant": variant, "steps": steps, **seen, **isolated(lambda: bench.examined(RunFolder.existing(out)))}
 
 
 def curve(out: Path) -> dict[str, float]:
@@ -270,23 +290,42 @@ def jobs(bench: Callable[[], Bench], parts: list[str], scratch: Path) -> dict[st
 # ---- the report --------------------------------------------------------------------------------------------------
 
 
-def rows(results: dict[str, Any]) -> list[tuple[str, str, float, float]]:
-    """(part, fault, tau right, tau with the fault), for the figure and the tables."""
-    found = []
-    for variant, one in results.get("wiring", {}).items():
-        found += [
-            (f"read wrongly, {variant}", name, one["tau"]["declared"], tau)
-            for name, tau in one["tau"].items()
-            if name != "declared"
-        ]
-    for part in ("training", "decoding"):
+def kept(results: dict[str, Any]) -> dict[str, list[tuple[str, float]]]:
+    """Panel -> (fault, share of the accepted draft tokens that are left), the worst first."""
+    panels: dict[str, list[tuple[str, float]]] = {}
+    for part, title in (("training", "trained with the fault"), ("decoding", "decoded with it")):
         cells = results.get(part, {})
         for name, one in cells.items():
-            if name.startswith("right/") or "error" in one:
-                continue
-            right = cells[f"right/{one['variant']}" + (f"/{one['tree']}" if part == "decoding" else "")]
-            found.append((part, name, right["tau"], one["tau"]))
-    return found
+            if not name.startswith("right/") and "error" not in one:
+                right = cells[f"right/{one['variant']}" + (f"/{one['tree']}" if part == "decoding" else "")]
+                share = (one["tau"] - 1) / (right["tau"] - 1)
+                panels.setdefault(title, []).append((f"{MUTANTS[name].trap} ({one['variant']})", share))
+    for variant, one in results.get("wiring", {}).items():
+        for name, tau in one["tau"].items():
+            if name != "declared":
+                share = (tau - 1) / (one["tau"]["declared"] - 1)
+                panels.setdefault("read with it", []).append((f"{name} ({variant})", share))
+    return {title: sorted(panel, key=lambda fault: fault[1]) for title, panel in panels.items()}
+
+
+def draw(results: dict[str, Any]) -> None:
+    plt.rcParams.update({"font.size": 8, "svg.hashsalt": "failures", "figure.constrained_layout.use": True})
+    panels = kept(results)
+    heights = [len(panel) for panel in panels.values()]
+    figure, axes = plt.subplots(
+        len(panels), 1, figsize=(8, 0.17 * sum(heights) + 1), height_ratios=heights, sharex=True
+    )
+    for axis, (title, panel) in zip(np.atleast_1d(axes), panels.items(), strict=True):
+        y = np.arange(len(panel))
+        axis.barh(y, [share for _, share in panel], color="C0", height=0.7)
+        axis.set(yticks=y, yticklabels=[name for name, _ in panel], ylim=(len(panel) - 0.5, -0.5))
+        axis.set_title(title, loc="left", fontweight="bold", fontsize=9)
+        axis.axvline(1, color="black", linewidth=0.8)
+        axis.xaxis.set_major_formatter("{x:.0%}")
+        axis.spines[["top", "right"]].set_visible(False)
+    np.atleast_1d(axes)[-1].set_xlabel("accepted draft tokens that are left, (tau - 1) / (tau of the right code - 1)")
+    figure.savefig(FIGURE, metadata={"Date": None})
+    plt.close(figure)
 
 
 def show(results: dict[str, Any]) -> None:
@@ -321,11 +360,12 @@ def show(results: dict[str, Any]) -> None:
         for name, one in sorted(cells.items(), key=lambda cell: (cell[1]["variant"], not cell[0].startswith("right/"))):
             title = "right" if name.startswith("right/") else MUTANTS[name].trap
             if "error" in one:
-                print(f"| {title} | {one['variant']} | {one['steps']} | {one['error']} | | | |")
+                print(f"| {title} | {one['variant']} | {one['error']} | | | | |")
                 continue
+            doctor = one["doctor_names"] if one["doctor"] == "other_wiring" else one["doctor"].replace("_", " ")
             print(
-                f"| {title} | {one['variant']} | {one['steps']} | {one['reported_loss']:.3f} "
-                f"| {one['reported_accuracy']:.1%} | {one['reported_tau']:.2f} | {one['tau']:.2f} |"
+                f"| {title} | {one['variant']} | {one['reported_loss']:.3f} | {one['reported_accuracy']:.1%} "
+                f"| {one['reported_tau']:.2f} | {one['tau']:.2f} | {doctor} |"
             )
 
 
@@ -335,7 +375,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(parts)}; none: all")
     parser.add_argument("--runs", type=Path, default=Path("outputs/three_variants"))
     parser.add_argument("--only", nargs="+", metavar="KEY", help="these faults and nothing else")
-    parser.add_argument("--report", action="store_true", help="only print")
+    parser.add_argument("--report", action="store_true", help="only print and draw")
     asked = parser.parse_args()
     if unknown := set(asked.parts) - set(parts):
         parser.error(f"no part {', '.join(unknown)}")
@@ -357,6 +397,7 @@ def main() -> None:
                 settings = {"prompts": PROMPTS, "tokens": TOKENS, "steps": STEPS, "torch": torch.__version__}
                 RESULTS.write_text(json.dumps({**results, "settings": settings}, indent=1) + "\n")
     show(results)
+    draw(results)
 
 
 if __name__ == "__main__":
