@@ -52,7 +52,7 @@ def command(config_name: str, *, missing_allowed: bool = False) -> Callable[[Job
                 cause: BaseException = error
                 while isinstance(cause, HydraException) and cause.__cause__ is not None:  # instantiate() wraps
                     cause = cause.__cause__
-                told = _unknown_setting(cause) or (_one_line(cause) if _expected(cause) else "")
+                told = _unknown_setting(cause) or _disk_full(error) or (_one_line(cause) if _expected(cause) else "")
                 if not told or stack:
                     raise
                 print(f"error: {told}", file=sys.stderr)
@@ -103,11 +103,25 @@ def _unknown_setting(error: BaseException) -> str:
     return ""
 
 
+def _disk_full(error: BaseException | None) -> str:
+    """Whether no more could be written, told by the system or by the libraries that write weights; else empty."""
+    while error is not None:
+        text = str(error)
+        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
+        if full or any(sign in text for sign in _UNWRITTEN):
+            where = f"{error.filename}: " if isinstance(error, OSError) and error.filename else ""
+            return f"{where}the disk is full, or no more may be written to it; free some space, or choose another place"
+        error = error.__cause__ or error.__context__
+    return ""
+
+
+_UNWRITTEN = ("PytorchStreamWriter failed writing file", "No space left on device", "File too large", "unexpected pos")
+
+
 def _one_line(error: BaseException) -> str:
     """OmegaConf's details, the key once more and the type around it, stay out."""
     if isinstance(error, OSError) and error.strerror and error.filename:
-        way_out = "free some space, or choose another place" if error.errno == errno.ENOSPC else "choose another path"
-        return f"{error.filename}: {error.strerror}; {way_out}"
+        return f"{error.filename}: {error.strerror}; choose another path"
     if not isinstance(error, OmegaConfBaseException):
         return str(error)
     lines = str(error).splitlines()
