@@ -166,7 +166,8 @@ def _load(batches: list[Batch], supervised: float) -> Load:
     sequences = statistics.fmean(batch.tokens_BS.shape[0] for batch in batches)
     length = statistics.fmean(batch.tokens_BS.shape[1] for batch in batches)
     rows = statistics.fmean(batch.rows.source_BR.shape[1] for batch in batches)
-    return Load(round(sequences), round(length), round(rows), round(supervised))
+    roots = statistics.fmean(int(batch.rows.supervised_BR.sum(1).max()) for batch in batches)
+    return Load(round(sequences), round(length), round(rows), round(supervised), roots=round(roots))
 
 
 def scaled(config: DictConfig, steps: int) -> DictConfig:

@@ -126,6 +126,8 @@ def _resized(load: Load, *, sequences: int | None = None, length: int | None = N
     share = many * long / load.tokens
     rows = max(long - (load.length - load.rows_each), 1)
     span = None if load.span is None else min(load.span, rows)
+    roots = None if load.roots is None else max(round(load.roots * long / load.length), 1)
+    supervised = max(round(load.loss_rows * share), 1)
     return dataclasses.replace(
-        load, sequences=many, length=long, rows=rows, supervised=max(round(load.loss_rows * share), 1), span=span
+        load, sequences=many, length=long, rows=rows, supervised=supervised, span=span, roots=roots
     )

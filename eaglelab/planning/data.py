@@ -6,6 +6,7 @@ Letters: B sequences, S tokens, R rows.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -72,6 +73,8 @@ class DataFigures:
             span=_span(rows, self.segment_length, FLASH_BLOCK if cpu else MASKED_ROWS) if self.packed else None,
             target_span=min(length, self.segment_length) if self.packed and length > MASKED_LENGTH else None,
             packed=self.packed,
+            roots=max(min(math.ceil(each), rows), 1),
+            reach=max(self.segments, 1.0),
         )
 
 

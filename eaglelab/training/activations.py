@@ -3,7 +3,7 @@
 Each line below is a tensor that autograd saves, with the operation that needs it. The weights themselves are not
 counted. tests/training/test_memory.py holds the sum against the storages that a real step saves.
 
-Letters: N rows, M supervised rows, d hidden width, I MLP width, H heads, G key/value heads, D head width, K draft
+Letters: N rows, U those that are computed whole, M supervised rows, d hidden width, I MLP width, H heads, G key/value heads, D head width, K draft
 vocabulary, T taps, s rollout step.
 """
 
@@ -55,53 +55,62 @@ class Numerics:
 def kept(drafter: DrafterConfig, rollout: Rollout, load: Load, numerics: Numerics) -> Counter[str]:
     """Bytes that a micro-batch keeps for its backward, by part, when it keeps most.
 
-    Joint steps are kept together; of separate ones the last, which has most keys, is the largest.
+    Joint steps are kept together; of separate ones the largest counts: the first, which works on all rows, or the last,
+    which has most keys.
     """
-    steps = range(rollout.steps) if rollout.joint else [rollout.steps - 1]
-    total: Counter[str] = Counter()
-    for step in steps:
-        total.update(_step(drafter, rollout, load, numerics, step))
+    steps = [_step(drafter, rollout, load, numerics, step) for step in range(rollout.steps)]
+    total = sum(steps, Counter()) if rollout.joint else max(steps, key=lambda parts: parts.total())
     if rollout.own_head:
         total["fusion"] += load.row_slots * _fusion(drafter, numerics)
+        total["loss"] += _head_sum(drafter, rollout)
     masked = load.packed and load.rows_each <= MASKED_LENGTH
-    total["mask"] = load.sequences * load.rows_each**2 * numerics.activation if masked else 0
+    total["mask"] = load.root_slots(rollout.steps) * load.rows_each * numerics.activation if masked else 0
     return total
 
 
 def _step(drafter: DrafterConfig, rollout: Rollout, load: Load, numerics: Numerics, step: int) -> Counter[str]:
-    N, M = load.row_slots, load.loss_rows
+    N, U, M = load.row_slots, load.root_slots(rollout.steps), load.loss_rows
     d, a = drafter.hidden_size, numerics.activation
+    here = N if step == 0 else U
+    picked = U if step == 0 and U < N else 0  # what only queries read, gathered
     parts: Counter[str] = Counter()
     if rollout.own_head:
         reads = 3 if numerics.mixed and numerics.target == WIDE else 1  # an fp32 input is rounded for q, k and v each
-        parts["input"] = N * (numerics.norm_of_data(d) + numerics.norm(d) + reads * 2 * d * a)
-        parts["loss"] = M * (8 + d * a) + _head_sums(drafter, rollout)  # which rows, gradient of the states
+        read = here * reads + picked if reads == 1 else here * 2 + (picked or here)
+        parts["input"] = here * (numerics.norm_of_data(d) + numerics.norm(d)) + read * 2 * d * a
+        parts["loss"] = M * (8 + d * a)  # which rows, gradient of the states
         if rollout.feature_loss:
             parts["loss"] += M * (numerics.norm(d) + 2 * d * WIDE)
         if drafter.recurrence == "post_norm":
-            parts["output norm"] = N * numerics.norm(d)
+            parts["output norm"] = U * numerics.norm(d)
     else:
-        parts["input"] = N * (2 * d + d) * a  # [e; f] for fc, its output for q, k, v
-        older = step if rollout.noise or step == 0 else step - 1  # the first is the target's feature itself
-        parts["input"] += N * older * d * a  # states whose keys are computed again
+        parts["input"] = here * (2 * d + d) * a + picked * d * a  # [e; f] for fc, its output for q, k, v
+        # states whose keys are computed again; the first is the target's feature itself, unless there is noise
+        parts["input"] += d * a * ((N if step and rollout.noise else 0) + max(step - 1, 0) * U)
         parts["loss"] = M * (8 + 2 * d * WIDE + d * a)  # which rows; prediction and feature for SmoothL1; gradient
-    parts["attention"] = N * _attention(drafter, rollout, load, numerics, step)
-    parts["mlp"] = N * (numerics.norm(d) + a * (d + 4 * drafter.intermediate_size))  # gate, silu(gate), up, product
+    parts["attention"] = _attention(drafter, rollout, load, numerics, step)
+    parts["mlp"] = U * (numerics.norm(d) + a * (d + 3 * drafter.intermediate_size))  # gate, up, product
     return parts
 
 
 def _attention(drafter: DrafterConfig, rollout: Rollout, load: Load, numerics: Numerics, step: int) -> int:
-    """Per row: q and output, native and own keys and values (spread to all heads), log-sum-exp and own scores.
+    """Per row: q and output, native and own keys and values (spread to all heads), log-sum-exp and own weights.
 
-    Keys and values of the native rows are the same tensors for all steps of a joint rollout.
+    All steps of a joint rollout read the same tensors of keys and values.
     """
+    N, U = load.row_slots, load.root_slots(rollout.steps)
     width, heads, a = query_width(drafter), drafter.num_attention_heads, numerics.activation
     rotary = 2 * drafter.head_dim * WIDE  # cos and sin; in half precision one copy for q and one for k
-    native = 0 if step and rollout.joint and not rollout.rekeyed else 2 * width * a
+    shared = rollout.joint and not rollout.rekeyed
+    native = 0 if step and shared else 2 * width * a * N
+    own = (min(step, 1) if shared else step) * 2 * width * a * U
     scores = heads * (1 + step) * WIDE
     if rollout.dense:
         scores += heads * load.rows_each * (WIDE + 2 * a)
-    return 2 * width * a + native + 2 * step * width * a + rotary + scores
+    positions = rotary * (N if step == 0 else U)
+    if step == 0 and U < N:  # q has its own
+        positions = 2 * drafter.head_dim * a * (N + U)
+    return (2 * width * a + scores) * U + native + own + positions
 
 
 def _fusion(drafter: DrafterConfig, numerics: Numerics) -> int:
@@ -112,8 +121,8 @@ def _fusion(drafter: DrafterConfig, numerics: Numerics) -> int:
     return copied + norms
 
 
-def _head_sums(drafter: DrafterConfig, rollout: Rollout) -> int:
-    """The accumulated gradient of head and final norm, one per step, in fp32."""
+def _head_sum(drafter: DrafterConfig, rollout: Rollout) -> int:
+    """The accumulated gradient of head and final norm, in fp32."""
     if not rollout.trains_head:
         return 0
     return WIDE * drafter.hidden_size * ((drafter.draft_vocab_size or drafter.vocab_size) + 1)

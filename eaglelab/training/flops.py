@@ -4,14 +4,16 @@ Matrix products only, a multiplication and an addition each, as ``torch.utils.fl
 counts every pair of rows that the kernel is given, the masked half of a causal square included.
 
 Letters: B sequences, S tokens, R rows, N = B R, M supervised rows, d hidden width, I MLP width, H heads, G key/value
-heads, D head width, V vocabulary, K draft vocabulary, T taps, s rollout step.
+heads, D head width, U roots of a sequence, V vocabulary, K draft vocabulary, T taps, s rollout step.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
+from eaglelab.data.needed import WORTH
 from eaglelab.drafters import DrafterConfig
+from eaglelab.drafters.native import FLASH_BLOCK
 from eaglelab.target.shape import TargetShape
 from eaglelab.variants.contract import Contract
 from eaglelab.variants.optim import OptimConfig
@@ -29,6 +31,9 @@ class Load:
         length: S, tokens of each, padding included.
         rows: R, row slots of each; None: S - 1, as for a single segment without padding.
         supervised: M, rows in the loss of the whole micro-batch, at each rollout step; None: all.
+        roots: rows of each sequence that a rollout of one step computes, the others giving keys and values only; None:
+            all.
+        reach: how many more for each further step: one for each answer behind a prompt.
         span: keys that a row is multiplied with; None: all of its sequence.
         target_span: the same in the target's own pass; None: all.
         packed: several segments in a sequence.
@@ -41,6 +46,8 @@ class Load:
     span: float | None = None
     target_span: float | None = None
     packed: bool = False
+    roots: int | None = None
+    reach: float = 1.0
 
     @property
     def tokens(self) -> int:
@@ -56,6 +63,15 @@ class Load:
     def rows_each(self) -> int:
         """R."""
         return self.length - 1 if self.rows is None else self.rows
+
+    def roots_each(self, steps: int) -> int:
+        """U, rows of each sequence that a rollout of ``steps`` steps computes."""
+        needed = self.rows_each if self.roots is None else max(self.roots + round(self.reach * (steps - 1)), 1)
+        return self.rows_each if needed >= WORTH * self.rows_each else needed
+
+    def root_slots(self, steps: int) -> int:
+        """B U."""
+        return self.sequences * self.roots_each(steps)
 
     @property
     def loss_rows(self) -> int:
@@ -123,9 +139,9 @@ def step_flops(
 def _micro_batch(target: TargetShape, drafter: DrafterConfig, rollout: Rollout, load: Load, online: bool) -> StepFlops:
     return StepFlops(
         target=_target(target, load) if online else 0.0,
-        drafter=2.0 * load.row_slots * _drafter_products(drafter, rollout),
+        drafter=_drafter(drafter, rollout, load),
         attention=_attention(drafter, rollout, load),
-        head=2.0 * load.loss_rows * rollout.steps * _head_products(target, drafter, rollout),
+        head=2.0 * load.loss_rows * _head_products(target, drafter, rollout),
         optimizer=0.0,
     )
 
@@ -136,42 +152,64 @@ def _target(target: TargetShape, load: Load) -> float:
     return load.tokens * (2.0 * target.active + 4.0 * target.num_layers * target.attention_width * span)
 
 
-def _drafter_products(drafter: DrafterConfig, rollout: Rollout) -> float:
-    """Products per row: one forward, one for the weight's gradient, one for the input's where something asks for it."""
+def _drafter(drafter: DrafterConfig, rollout: Rollout, load: Load) -> float:
+    """Products per row: one forward, one for the weight's gradient, one for the input's where something asks for it.
+
+    Step 0 computes keys and values of all rows, everything else is of the roots.
+    """
     d, steps = drafter.hidden_size, rollout.steps
     width, kv = query_width(drafter), 2 * key_width(drafter)
     inside = width * d + 3 * d * drafter.intermediate_size  # o_proj and MLP
     if rollout.own_head:  # fused drafter: the taps are fused once, attention reads 2d
         fuse = drafter.num_taps * d * d * (3 if drafter.fc_norm else 2)
-        return fuse + steps * 3 * (2 * d * (width + kv) + inside)
+        of_rows = fuse + 3 * 2 * d * kv
+        of_roots = steps * 3 * (2 * d * width + inside) + (steps - 1) * 3 * 2 * d * kv
+        return 2.0 * (load.row_slots * of_rows + load.root_slots(steps) * of_roots)
     fc = 2 * d * d
     # fc reads target features, or a detached state: no gradient of its input. Joint passes hand one through.
-    handed_on = steps - 1 if rollout.joint else 0
-    layer = steps * (2 * fc + 3 * (d * (width + kv) + inside)) + handed_on * fc
+    keys = 2 * fc + 3 * d * kv
     # keys of an earlier state: forward, again in the backward (but for the values, which it needs not), and gradients
-    rekeyed = rollout.key_passes * (3 * fc + 3.5 * d * kv)
-    if rollout.joint:
-        rekeyed += (steps - 1) * (steps - 2) // 2 * fc  # all earlier states but the first hand a gradient on
-    return layer + rekeyed
+    again = 3 * fc + 3.5 * d * kv
+    first = steps - 1 if rollout.rekeyed else 0
+    of_rows = keys + first * again
+    of_roots = steps * 3 * (d * width + inside) + (steps - 1) * keys + (rollout.key_passes - first) * again
+    if rollout.joint:  # all earlier states but the first hand a gradient on
+        of_roots += (steps - 1) * fc + (steps - 1) * (steps - 2) // 2 * fc
+    return 2.0 * (load.row_slots * of_rows + load.root_slots(steps) * of_roots)
 
 
 def _attention(drafter: DrafterConfig, rollout: Rollout, load: Load) -> float:
     """Per pair: q k^T and p v forward; five products backward, of which one computes the scores again.
 
-    Own keys: two products forward and two backward; the gradients of keys and values are element-wise.
+    Own keys of a row are element-wise, where they are not written out.
     """
-    span = load.rows_each if load.span is None else load.span
+    steps, roots = rollout.steps, load.roots_each(rollout.steps)
+    if load.span is not None:
+        span = load.span
+    elif roots == load.rows_each or load.packed:
+        span = load.rows_each
+    else:  # blocks of the last rows of a sequence, each with all keys up to its end
+        ends = [min(first + FLASH_BLOCK, roots) for first in range(0, roots, FLASH_BLOCK)]
+        keys = sum((load.rows_each - roots + end) * (end - first) for first, end in zip([0, *ends], ends))
+        span = keys / roots
     backward = 8 if rollout.dense else 10
-    native = rollout.steps * (4 + backward) * span
-    own = rollout.steps * (rollout.steps - 1) // 2 * 8
-    return load.row_slots * query_width(drafter) * float(native + own)
+    native = steps * (4 + backward) * span
+    own = steps * (steps - 1) // 2 * 8 if rollout.dense else 0
+    return load.root_slots(steps) * query_width(drafter) * float(native + own)
 
 
 def _head_products(target: TargetShape, drafter: DrafterConfig, rollout: Rollout) -> float:
-    """Per supervised row and step: the teacher's logits, the drafter's, and what flows back."""
-    d = drafter.hidden_size
-    proposed = (drafter.draft_vocab_size or drafter.vocab_size) if rollout.own_head else target.vocab_size
-    return d * (target.vocab_size + proposed * (3 if rollout.trains_head else 2))
+    """Per supervised row: the teacher's logits, the drafter's at every step, and what flows back.
+
+    With an own head the steps that land on a row share its teacher, which is read twice where the draft vocabulary is
+    smaller: once for its argmax, and once for the draft vocabulary alone.
+    """
+    d, V = drafter.hidden_size, target.vocab_size
+    if not rollout.own_head:
+        return d * 3 * V * rollout.steps
+    proposed = drafter.draft_vocab_size or drafter.vocab_size
+    teacher = V + (drafter.draft_vocab_size or 0)
+    return d * (teacher + rollout.steps * proposed * (3 if rollout.trains_head else 2))
 
 
 def _muon(drafter: DrafterConfig, rollout: Rollout) -> float:

@@ -14,15 +14,13 @@ from collections.abc import Sequence
 
 from eaglelab.drafters import DrafterConfig
 from eaglelab.drafters.native import SCORES
+from eaglelab.objectives.chunked import chunk_rows
 from eaglelab.target.shape import TargetShape
 from eaglelab.target.unpacking import MASKED_LENGTH
 from eaglelab.training.activations import WIDE, Numerics, kept
 from eaglelab.training.flops import Load, drafter_matrices, key_width
 from eaglelab.variants.optim import OptimConfig
 from eaglelab.variants.rollout import Rollout
-
-CHUNK = 1024
-"""Supervised rows of a loss chunk (:func:`eaglelab.objectives.distill`)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,29 +172,34 @@ def _features(drafter: DrafterConfig, rollout: Rollout, load: Load, numerics: Nu
     share one context, the keys and values of every step before they were spread to all heads."""
     d, a = drafter.hidden_size, numerics.activation
     view = (load.row_slots * drafter.num_taps + load.tokens) * d * numerics.target
-    state = d * (a if rollout.steps > 1 else 0) + d * (WIDE if rollout.noise else 0)
-    keys = 2 * key_width(drafter) * a * (rollout.steps - 1) if rollout.own_head else 0
-    return view + load.row_slots * (state + keys)
+    noise = load.row_slots * d * WIDE if rollout.noise else 0
+    keys = 0 if drafter.num_key_value_heads == drafter.num_attention_heads else 2 * key_width(drafter)
+    states = d + (keys * (rollout.steps - 1) if rollout.own_head else 0)
+    return view + noise + load.root_slots(rollout.steps) * (states * a if rollout.steps > 1 else 0)
 
 
 def _chunk(target: TargetShape, drafter: DrafterConfig, rollout: Rollout, load: Load, numerics: Numerics) -> int:
-    """fp32 distributions of teacher and drafter, and the gradient on its way back through log-softmax; or before them
-    the teacher's logits, and those of the draft vocabulary. A trained head has its gradient too."""
-    rows = min(CHUNK, load.loss_rows)
+    """The teacher's distributions and the drafter's logits, over which their gradient is written; or before them the
+    teacher's logits. A trained head has its gradient too, and the states of all steps are there in one piece."""
     rounded = numerics.activation if numerics.mixed else 0  # logits before they are widened
+    V, M, S = target.vocab_size, load.loss_rows, rollout.steps
     if not rollout.own_head:
-        return rows * target.vocab_size * (3 * WIDE + rounded)
+        return min(chunk_rows(V), M) * V * (2 * WIDE + rounded)
     proposed = drafter.draft_vocab_size or drafter.vocab_size
-    teacher = (target.vocab_size + (proposed if drafter.draft_vocab_size else 0)) * numerics.target
-    head = _head(drafter) * (WIDE + rounded) if rollout.trains_head else 0
-    return rows * max(teacher, proposed * (3 * WIDE + rounded)) + head
+    rows = min(chunk_rows(proposed, S), M)
+    drafted = rows * proposed * (S * (WIDE + rounded) + WIDE)
+    drafted += _head(drafter) * (WIDE + rounded) if rollout.trains_head else 0
+    if drafter.draft_vocab_size:
+        drafted += _head(drafter) * numerics.target  # the target's head, rows of the draft vocabulary
+    teacher = min(chunk_rows(V), M) * V * numerics.target
+    return max(teacher, drafted) + M * S * drafter.hidden_size * numerics.activation
 
 
 def _backward(drafter: DrafterConfig, rollout: Rollout, load: Load, numerics: Numerics) -> int:
     """Gradients at the widest place of the backward, the MLP's product; the loss has released its rows by then."""
     released = load.loss_rows * drafter.hidden_size * (numerics.activation + (0 if rollout.own_head else 2 * WIDE))
-    wide = 2 * drafter.intermediate_size + 2 * drafter.hidden_size
-    return max(load.row_slots * wide * numerics.activation - released, 0)
+    wide = 3 * drafter.intermediate_size + 2 * drafter.hidden_size
+    return max(load.root_slots(rollout.steps) * wide * numerics.activation - released, 0)
 
 
 def _block(drafter: DrafterConfig, rollout: Rollout, load: Load, numerics: Numerics) -> int:
@@ -204,5 +207,5 @@ def _block(drafter: DrafterConfig, rollout: Rollout, load: Load, numerics: Numer
     if not numerics.written_out or rollout.steps == 1:
         return 0
     entries = load.sequences * drafter.num_attention_heads * load.rows_each
-    rows = min(max(SCORES // entries, 16), MASKED_LENGTH, load.rows_each)
+    rows = min(max(SCORES // entries, 16), MASKED_LENGTH, load.roots_each(rollout.steps))
     return entries * rows * (2 * WIDE + 2 * numerics.activation)

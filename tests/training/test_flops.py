@@ -14,7 +14,7 @@ from eaglelab.variants import VARIANTS, OptimConfig, View
 
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-SHAPE = Shape(hidden_size=48, intermediate_size=112, num_layers=7, num_heads=3, vocab_size=320, batch=2, length=100)
+SHAPE = Shape(hidden_size=48, intermediate_size=112, num_layers=7, num_heads=3, vocab_size=320, batch=2, length=116)
 WIDE = Shape(hidden_size=64, intermediate_size=96, num_layers=7, num_heads=2, vocab_size=900, batch=1, length=257)
 VARIANT_SETTINGS: list[tuple[str, dict[str, Any]]] = [
     ("eagle", {}),
@@ -72,6 +72,7 @@ def cases() -> Iterator[Any]:
 def test_step_flops_are_those_of_a_real_step(variant, settings, optimizer, shape):
     optim = OptimConfig(lr=1e-3, name=optimizer)
     module, batch = build(variant, shape, settings, optim), shape.make_batch()
-    load = Load(shape.batch, shape.length, batch.rows.legal_BR.shape[1], batch.supervised)
+    roots = batch.supervised // shape.batch  # the last rows of each sequence
+    load = Load(shape.batch, shape.length, batch.rows.legal_BR.shape[1], batch.supervised, roots=roots)
     ours = step_flops(TargetShape.of_model(module.target.model), module.drafter_config, module.contract, load, optim)
     assert ours.total == pytest.approx(counted(module, batch, optim), rel=0.01)

@@ -39,7 +39,8 @@ def saved_bytes(module: DraftingModule, batch: Batch, mixed: bool) -> int:
 
     Weights, their copies in half precision, the target's own tensors and the attention mask do not count.
     """
-    R = batch.rows.legal_BR.shape[1]
+    needed = module.needed(batch.rows)
+    mask = (needed.rows.legal_BR.shape[1], batch.rows.legal_BR.shape[1])
     with torch.autocast("cpu", torch.bfloat16) if mixed else nullcontext():
         view = View.of(batch, module.target, module.taps)
         own = [*module.network.parameters(), *module.network.buffers(), *module.target.model.parameters()]
@@ -53,7 +54,7 @@ def saved_bytes(module: DraftingModule, batch: Batch, mixed: bool) -> int:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
             for one in module.passes(view):
-                alive = [x for ref in found if (x := ref()) is not None and x.shape[-2:] != (R, R)]
+                alive = [x for ref in found if (x := ref()) is not None and x.shape[-2:] != mask]
                 copies = [x for x in alive if x.dtype == torch.bfloat16 and tuple(sorted(x.shape)) in weights]
                 storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in alive}
                 for x in copies:
@@ -66,7 +67,16 @@ def saved_bytes(module: DraftingModule, batch: Batch, mixed: bool) -> int:
 
 def load_of(batch: Batch, shape: Shape) -> Load:
     rows = batch.rows
-    return Load(shape.batch, shape.length, rows.legal_BR.shape[1], batch.supervised, packed=not rows.causal)
+    begins_BR = rows.supervised_BR & ~rows.supervised_BR.roll(1, 1)
+    return Load(
+        shape.batch,
+        shape.length,
+        rows.legal_BR.shape[1],
+        batch.supervised,
+        packed=not rows.causal,
+        roots=int(rows.supervised_BR.sum(1).max()),
+        reach=int(begins_BR.sum(1).max()),
+    )
 
 
 @pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "bf16"])
@@ -82,7 +92,8 @@ def test_kept_bytes_are_those_that_autograd_saves(variant: str, settings: dict[s
     rollout = rollouts(module.contract)[-1]
     numerics = Numerics(activation=2 if mixed else 4, target=4)
     ours = kept(module.drafter_config, rollout, load_of(batch, shape), numerics)
-    mask = RolloutContext(batch.rows)._mask(torch.bfloat16 if mixed else torch.float32)
+    context = RolloutContext(batch.rows, module.needed(batch.rows).slot_BU)
+    mask = context._mask(torch.bfloat16 if mixed else torch.float32) if context._masked else None
     assert ours.pop("mask") == (0 if mask is None else mask.nbytes)
     assert ours.total() == pytest.approx(saved_bytes(module, batch, mixed), rel=0.02)
 
