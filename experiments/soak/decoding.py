@@ -48,7 +48,7 @@ class InjectedError(RuntimeError):
 
 @dataclass
 class Faults:
-    """Throws an `InjectedError`, or now and then a KeyboardInterrupt, into a share of the calls that it is asked about."""
+    """Throws an `InjectedError`, or now and then a KeyboardInterrupt, into a share of the calls."""
 
     dice: random.Random
     share: float = 0.0
