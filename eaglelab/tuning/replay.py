@@ -1,7 +1,7 @@
 """Smaller trees on recorded drafts: exactly what a real decode would have had accepted, round by round.
 
 The text is the target's, whatever the tree. So a drafted node is accepted if its path is how the text goes on, and a
-tree of another width, depth, budget or floor is a choice among the recorded candidates (`eaglelab.decoding.DynamicTree`).
+dynamic tree of any width, depth, budget and floor is a choice among the recorded candidates.
 
 Letters: P places where drafts were recorded, M candidates of one growth, M_d those of its first d levels, L levels.
 """

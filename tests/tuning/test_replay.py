@@ -8,7 +8,7 @@ from eaglelab.target import FrozenTarget
 from eaglelab.tuning import Replay, record
 from tests.oracles.scripted import ScriptDrafter, drafts, tiny_llama
 
-VOCAB, DEPTH, WIDTHS, NEW = 23, 5, (1, 2, 3, 5), 26
+VOCAB, DEPTH, WIDTHS, NEW = 23, 5, (1, 2, 3, 5), 18
 PROMPTS = [[7, 3, 5], [9, 4], [1, 2, 3, 4, 5, 6], [11]]
 
 
@@ -24,7 +24,7 @@ def drafter_of(target):
 def stops(target):
     """An end token that comes in the middle of some answers and in none of others."""
     (answer, *_) = Engine(target).generate(PROMPTS, max_new_tokens=NEW, stop_ids=set())
-    return frozenset(answer.tokens[15:16])
+    return frozenset(answer.tokens[10:11])
 
 
 def replay_of(target, *, stop_ids, batch=3, depth=DEPTH, widths=WIDTHS):
@@ -67,8 +67,8 @@ def check(replay, target, stop_ids, tree, width, depth, budget, floor=0.0):
 
 
 @pytest.mark.parametrize(
-    "width, depth, budget",
-    [(5, 5, 40), (5, 3, 40), (5, 5, 7), (3, 5, 12), (3, 2, 4), (2, 5, 6), (2, 1, 2), (3, 5, 3), (5, 4, 1), (1, 5, 9)],
+    ("width", "depth", "budget"),
+    [(5, 5, 40), (5, 3, 7), (3, 5, 12), (2, 5, 6), (2, 1, 2), (3, 5, 3), (5, 4, 1)],
 )
 def test_a_smaller_tree_accepts_what_a_real_decode_accepts(case, target, width, depth, budget):
     replay, stop_ids = case
@@ -76,8 +76,8 @@ def test_a_smaller_tree_accepts_what_a_real_decode_accepts(case, target, width, 
     assert len(set(accepted)) > 1, "the case decides nothing"
 
 
-@pytest.mark.parametrize("floor", [0.01, 0.08, 0.3, 0.8])
-@pytest.mark.parametrize("width, depth, budget", [(5, 5, 20), (3, 4, 40), (1, 5, 5)])
+@pytest.mark.parametrize("floor", [0.02, 0.1, 0.5])
+@pytest.mark.parametrize(("width", "depth", "budget"), [(5, 5, 20), (1, 5, 5)])
 def test_so_does_one_with_a_floor(case, target, width, depth, budget, floor):
     replay, stop_ids = case
     check(replay, target, stop_ids, DynamicTree(width, depth, budget, floor), width, depth, budget, floor)
@@ -88,9 +88,9 @@ def test_a_chain_is_a_tree_of_width_1(case, target):
     check(replay, target, stop_ids, Chain(4), 1, 4, 4)
 
 
-def test_a_narrow_frontier_is_not_always_part_of_a_wide_one(target):
+def test_a_narrow_frontier_is_not_always_part_of_a_wide_one(case):
     """Why each width is recorded for itself."""
-    replay = replay_of(target, stop_ids=frozenset())
+    replay, _ = case
     lost = 0
     for one in replay.recordings:
         for growth in filter(None, one.growths):
@@ -107,13 +107,13 @@ def _paths(growth):
 
 
 def test_recording_does_not_depend_on_the_batch(target):
-    one, many = (replay_of(target, stop_ids=frozenset(), batch=batch) for batch in (1, 4))
+    one, many = (replay_of(target, stop_ids=frozenset(), batch=batch, depth=3, widths=(1, 3)) for batch in (1, 4))
     for alone, together in zip(one.recordings, many.recordings, strict=True):
         assert alone.tokens == together.tokens
         for left, right in zip(alone.growths, together.growths, strict=True):
             assert (left is None) == (right is None)
             if left is not None:
-                for width in WIDTHS:
+                for width in (1, 3):
                     assert left[width].tokens_M.tolist() == right[width].tokens_M.tolist()
                     torch.testing.assert_close(left[width].value_M, right[width].value_M)
 
