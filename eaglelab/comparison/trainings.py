@@ -120,11 +120,11 @@ def _resumable(folder: RunFolder, steps: int) -> bool:
     if not last.exists():
         return False
     try:
-        if read_checkpoint(last)["global_step"] < steps:
+        if read_checkpoint(last)["global_step"] <= steps:
             return True
     except ValueError:
         pass
-    shutil.rmtree(folder.checkpoints)  # damaged, or killed between its last step and its figures
+    shutil.rmtree(folder.checkpoints)  # damaged, or of a longer training
     return False
 
 

@@ -44,7 +44,8 @@ def train_once(
     """Train one variant as ``configs/train.yaml`` describes it.
 
     Writes manifest, checkpoints, logs and the ``training`` part of ``metrics.json``. With ``ckpt_path`` the run
-    continues with the very next batch; uninterrupted training gives the same bits on a CPU.
+    continues with the very next batch; uninterrupted training gives the same bits on a CPU. A run that was killed after
+    its last step, before its figures were written, is validated and gets them.
 
     Args:
         on_start: called once the training is sure to start and before anything is written.
@@ -83,6 +84,7 @@ def train_once(
         module.manifest().save(folder.manifest_path)
 
     stops = [one for one in callbacks if isinstance(one, GracefulStop)]
+    resumed_at = module.micro_step
     try:
         trainer.fit(module, data, ckpt_path=ckpt_path, weights_only=True)
     finally:
@@ -90,6 +92,8 @@ def train_once(
             one.release()
     interrupted = any(one.stopped for one in stops)
     figures = _figures(trainer, module, data) | {"interrupted": interrupted}
+    if ckpt_path is not None and module.micro_step == resumed_at and not interrupted:
+        figures["final"] |= _validated(trainer, module, data)
     figures["features"] = {"source": "online"} if store is None else store.to_dict()
     if started_from:
         figures["init_from"] = started_from
@@ -216,6 +220,12 @@ def _resume_from(config: DictConfig, folder: RunFolder) -> str | None:
             f"{folder.path} already holds a run; continue it with ckpt_path=last, or choose another hydra.run.dir"
         )
     return None
+
+
+def _validated(trainer: L.Trainer, module: DraftingModule, data: PackedDataModule) -> dict[str, float]:
+    """What a validation of a training that is over logs."""
+    trainer.validate(module, data, verbose=False)
+    return {name: float(value) for name, value in trainer.logged_metrics.items()}
 
 
 def _figures(trainer: L.Trainer, module: DraftingModule, data: PackedDataModule) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -79,6 +80,20 @@ def test_resumed_and_interrupted_training_equals_uninterrupted_bit_for_bit(tmp_p
     assert_same_bits(tmp_path / "whole", tmp_path / "cut")
     # the log of the first part is still there
     assert len(list((tmp_path / "cut" / "csv").rglob("metrics.csv"))) == 2
+
+
+def test_killed_after_its_last_step_a_run_gets_its_figures(trained, tmp_path):
+    """The checkpoint of the last step is there, the figures are not."""
+    shutil.copytree(trained, tmp_path / "run")
+    (tmp_path / "run" / "metrics.json").unlink()
+    job = [*SMALL, "trainer.max_steps=8", "hydra.run.dir=run", "ckpt_path=last"]
+    run("train", *job, cwd=tmp_path)
+    whole, late = (json.loads((at / "metrics.json").read_text())["training"] for at in (trained, tmp_path / "run"))
+    validated = {name: value for name, value in whole["final"].items() if name.startswith("val/")}
+    assert validated and validated.items() <= late["final"].items()
+    for name in ("optimizer_steps", "supervised_rows", "interrupted"):
+        assert late[name] == whole[name], name
+    assert_same_bits(trained, tmp_path / "run")
 
 
 def test_wandb_is_offline_for_those_who_are_not_logged_in(tmp_path):
