@@ -263,10 +263,10 @@ def _notes(
     if any(kind.dense for kind in kinds):
         notes.append("alignment=shipped writes attention scores out: memory grows with the square of the length")
     if kinds[-1].trains_head and (proposed := drafter.draft_vocab_size or drafter.vocab_size) > 64_000:
-        gib = 4 * proposed * drafter.hidden_size * kinds[-1].steps / 2**30
+        gib = 4 * 4 * proposed * drafter.hidden_size / 2**30
         notes.append(
-            f"{kinds[-1].steps} steps keep a gradient of the head each, {gib:.1f} GiB of what is kept; "
-            "variant.draft_vocab_size=32000 as published makes them smaller"
+            f"the own head, its gradient and two moments take {gib:.1f} GiB; variant.draft_vocab_size=32000 as published "
+            "makes them smaller"
         )
     if len(kinds) > 1:
         notes.append(

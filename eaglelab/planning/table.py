@@ -70,7 +70,7 @@ def _memory(plan: Plan) -> Iterator[str]:
         "optimizer state": (memory.optimizer, ""),
         "features": (memory.features, "taps and last features of a micro-batch, states of the rollout"),
         "kept for backward": (memory.kept, "activations of the drafter"),
-        "loss chunk": (memory.chunk, "logits of up to 1,024 rows and their gradients"),
+        "loss chunk": (memory.chunk, "logits of a chunk of rows, and their gradient"),
         "target's own pass": (memory.target_pass, "over before the last three begin"),
     }
     for label, (number, remark) in rows.items():

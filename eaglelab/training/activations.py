@@ -3,8 +3,8 @@
 Each line below is a tensor that autograd saves, with the operation that needs it. The weights themselves are not
 counted. tests/training/test_memory.py holds the sum against the storages that a real step saves.
 
-Letters: N rows, U those that are computed whole, M supervised rows, d hidden width, I MLP width, H heads, G key/value heads, D head width, K draft
-vocabulary, T taps, s rollout step.
+Letters: N rows, U those that are computed whole, M supervised rows, d hidden width, I MLP width, H heads, G key/value
+heads, D head width, K draft vocabulary, T taps, s rollout step.
 """
 
 from __future__ import annotations

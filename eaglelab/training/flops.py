@@ -169,7 +169,7 @@ def _drafter(drafter: DrafterConfig, rollout: Rollout, load: Load) -> float:
     # fc reads target features, or a detached state: no gradient of its input. Joint passes hand one through.
     keys = 2 * fc + 3 * d * kv
     # keys of an earlier state: forward, again in the backward (but for the values, which it needs not), and gradients
-    again = 3 * fc + 3.5 * d * kv
+    again = 3 * fc + 7 * d * kv // 2
     first = steps - 1 if rollout.rekeyed else 0
     of_rows = keys + first * again
     of_roots = steps * 3 * (d * width + inside) + (steps - 1) * keys + (rollout.key_passes - first) * again
@@ -184,11 +184,12 @@ def _attention(drafter: DrafterConfig, rollout: Rollout, load: Load) -> float:
     Own keys of a row are element-wise, where they are not written out.
     """
     steps, roots = rollout.steps, load.roots_each(rollout.steps)
+    span = float(load.rows_each)
     if load.span is not None:
         span = load.span
-    elif roots == load.rows_each or load.packed:
-        span = load.rows_each
-    else:  # blocks of the last rows of a sequence, each with all keys up to its end
+    elif (
+        roots < load.rows_each and not load.packed
+    ):  # blocks of the last rows of a sequence, each with all keys up to its end
         ends = [min(first + FLASH_BLOCK, roots) for first in range(0, roots, FLASH_BLOCK)]
         keys = sum((load.rows_each - roots + end) * (end - first) for first, end in zip([0, *ends], ends))
         span = keys / roots
