@@ -265,8 +265,8 @@ def _notes(
     if kinds[-1].trains_head and (proposed := drafter.draft_vocab_size or drafter.vocab_size) > 64_000:
         gib = 4 * 4 * proposed * drafter.hidden_size / 2**30
         notes.append(
-            f"the own head, its gradient and two moments take {gib:.1f} GiB; variant.draft_vocab_size=32000 as published "
-            "makes them smaller"
+            f"the own head, its gradient and two moments take {gib:.1f} GiB; variant.draft_vocab_size=32000 as "
+            "published makes them smaller"
         )
     if len(kinds) > 1:
         notes.append(
