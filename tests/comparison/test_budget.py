@@ -109,3 +109,15 @@ def test_the_three_variants_study_is_one_command(tmp_path):
         for group in ("variant", "data", "target"):
             assert ours[group] == theirs[group]
         assert ours.optim.lr == theirs.optim.lr
+
+
+def test_the_papers_tasks_are_one_command_with_whole_recipes(tmp_path):
+    with initialize_config_dir(config_dir=config_dir(), version_base="1.3"):
+        config = compose(config_name="compare", overrides=["comparison=paper_tasks", f"out={tmp_path}"])
+    plan = plan_of(config)
+    assert set(plan.suites) == {"mt_bench", "humaneval", "gsm8k", "alpaca", "sum", "qa"}
+    trainings = Trainings(plan, compose_training)
+    assert {name: plan.budget.of(name) for name in plan.recipes} == {
+        name: trainings.compose(name, 0).trainer.max_steps for name in ("eagle", "hass", "eagle3")
+    }
+    assert trainings.compose("hass", 2).seed == 2 and len(plan.seeds) == 3
