@@ -1,6 +1,8 @@
-"""``eaglelab bench``."""
+"""``eaglelab bench`` and ``eaglelab bench decoding``."""
 
 from __future__ import annotations
+
+import sys
 
 from omegaconf import DictConfig
 
@@ -8,8 +10,19 @@ from eaglelab.cli.checks import writable
 from eaglelab.cli.errors import command
 
 
+def main() -> None:
+    """Measure training steps, or with ``decoding`` as the first word how a run's drafter decodes."""
+    if sys.argv[1:2] == ["decoding"]:
+        from eaglelab.cli.bench_decoding import main as decoding
+
+        del sys.argv[1]
+        decoding()
+    else:
+        training()
+
+
 @command("bench")
-def main(config: DictConfig) -> None:
+def training(config: DictConfig) -> None:
     """Measure one training step of every variant; prints a table."""
     from eaglelab.training.cost import Shape, cost_table, measure, save_costs
     from eaglelab.variants import VARIANTS

@@ -22,7 +22,7 @@ NUMBERS = {
     "vocab_size",
 }  # fmt: skip
 """Settings whose default is null and whose values are numbers."""
-LISTS = {"betas", "ids", "paths", "pass_weights", "stages", "taps", "trust", "widths"}
+LISTS = {"betas", "budgets", "floors", "ids", "paths", "pass_weights", "stages", "taps", "trust", "widths"}
 """Settings whose default may be null and whose values are lists, or the file that holds one."""
 SHARES = {"warmup_steps", "timeout"}
 """Settings whose default is a whole number and whose values need not be."""

@@ -6,6 +6,7 @@ import sys
 
 from omegaconf import DictConfig
 
+from eaglelab.cli.checks import writable
 from eaglelab.cli.config import register_resolvers
 from eaglelab.cli.errors import command
 from eaglelab.cli.quiet import quiet_libraries
@@ -17,7 +18,6 @@ register_resolvers()
 def main(config: DictConfig) -> None:
     """Name the fastest tree on this machine and measure it. Exit code 130 when interrupted."""
     import json
-    from pathlib import Path
 
     from eaglelab.data import encode_prompt
     from eaglelab.decoding import make_tree
@@ -39,6 +39,7 @@ def main(config: DictConfig) -> None:
             f"{config.data.path} has {len(prompts)} prompts and limit={config.limit} takes them all; leave some to "
             "measure on"
         )
+    out = writable(config.out or folder.path / "tuning.json")
     target = folder.load_target(source=config.target.source, dtype=config.dtype, device=config.device)
     drafter = folder.load_drafter(target, config.checkpoint)
     ids = [encode_prompt(target.tokenizer, prompt.messages) for prompt in prompts]
@@ -57,8 +58,6 @@ def main(config: DictConfig) -> None:
     except KeyboardInterrupt:
         print("\ninterrupted before a tree could be named; the same command starts again", file=sys.stderr)
         raise SystemExit(130) from None
-    out = Path(config.out) if config.out else folder.path / "tuning.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(found.to_dict(), indent=1) + "\n", encoding="utf-8")
     print(f"\n{tuning_table(found)}\n\nwritten: {out}")
     if found.interrupted:
