@@ -1,9 +1,9 @@
 """The tests; a process that a test started gets the seeded fault of its parent."""
 
+import multiprocessing
 import os
-import sys
 
-if (_fault := os.environ.get("EAGLELAB_MUTANT")) and "pytest" not in sys.modules:
+if (_fault := os.environ.get("EAGLELAB_MUTANT")) and multiprocessing.parent_process():
     from tests.mutants import MUTANTS
 
     MUTANTS[_fault].apply()
