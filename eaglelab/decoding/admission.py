@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 StopIds = frozenset[int] | set[int] | None
 GIB = 2**30
+CALL_ROWS = {"cpu": 16}
+"""What one more forward pass costs, in rows, by device. On a CPU rows cost; elsewhere a pass does."""
+ELSEWHERE = 512
 
 
 def requests_for(
@@ -73,6 +76,23 @@ def requests_for(
             )
         )
     return requests
+
+
+def similar(requests: Sequence[Request], device: torch.device) -> list[list[Request]]:
+    """Split prompts, in their order, into groups to forward together: padding costs no more than a pass would."""
+    worth = CALL_ROWS.get(device.type, ELSEWHERE)
+    groups: list[list[Request]] = []
+    padding = 0
+    for request in requests:
+        lengths = [one.prompt_length for one in (*groups[-1], request)] if groups else []
+        padded = len(lengths) * max(lengths, default=0) - sum(lengths)
+        if groups and padded - padding <= worth:
+            groups[-1].append(request)
+            padding = padded
+        else:
+            groups.append([request])
+            padding = 0
+    return groups
 
 
 def check_memory(target: FrozenTarget, batch: int, capacity: int, limit: int | None) -> None:

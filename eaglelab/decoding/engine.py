@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from eaglelab.decoding import sampling as law
-from eaglelab.decoding.admission import StopIds, check_memory, requests_for
+from eaglelab.decoding.admission import StopIds, check_memory, requests_for, similar
 from eaglelab.decoding.nodes import NodeRecord, node_records
 from eaglelab.decoding.prefill import prefill
 from eaglelab.decoding.protocol import Drafter, DraftSeed, TreePolicy, last_rows
@@ -247,11 +247,22 @@ class Engine:
         room = max(room or 0, len(requests))
         capacity = self._capacity(requests)
         check_memory(self.target, room, capacity, self.max_kv_bytes)
-        return self._prefilled(requests, capacity, room)
+        return self._joined(None, requests, capacity, room)
 
     def _capacity(self, requests: Sequence[Request]) -> int:
         nodes = 0 if self.tree is None else self.tree.max_nodes
         return self.capacity or max(request.max_tokens for request in requests) + nodes
+
+    def _joined(self, state: DecodeState | None, requests: list[Request], capacity: int, room: int) -> DecodeState:
+        """The state with these requests behind those it has, prefilled in groups of similar length."""
+        for group in similar(requests, self.target.device):
+            part = self._prefilled(group, capacity, room if state is None else None)
+            if state is None:
+                state = part
+            else:
+                state.join(part, self.drafter)
+        assert state is not None
+        return state
 
     def _prefilled(self, requests: list[Request], capacity: int, room: int | None) -> DecodeState:
         began = time.perf_counter()
@@ -322,9 +333,9 @@ class Engine:
 
         while waiting or state is not None:
             if state is None:
-                state, waiting = self._prefilled(waiting[:room], capacity, room), waiting[room:]
+                state, waiting = self._joined(None, waiting[:room], capacity, room), waiting[room:]
             elif waiting and (free := room - state.batch):
-                state.join(self._prefilled(waiting[:free], capacity, None), self.drafter)
+                self._joined(state, waiting[:free], capacity, room)
                 waiting = waiting[free:]
             for request in state.retire(self.drafter):
                 finish(request)

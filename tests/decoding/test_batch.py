@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from eaglelab.decoding import Chain, DynamicTree, Engine, SampledTree, Sampling, StaticTree
+from eaglelab.decoding.admission import similar
+from eaglelab.decoding.state import Request
 from eaglelab.drafters import DrafterConfig, FeatureDrafter, SlotDrafter
 from eaglelab.target import FrozenTarget, closing_order
 from eaglelab.target.kv import moves
@@ -167,3 +169,19 @@ def test_what_cannot_start_in_a_batch_says_which(target):
         engine.generate([[1]], max_new_tokens=4, batch=0)
     with pytest.raises(ValueError, match="no prompts"):
         engine.generate([], max_new_tokens=4)
+
+
+def test_prompts_are_prefilled_with_those_of_similar_length():
+    def groups(*lengths, device="cpu"):
+        requests = [Request([1] * n, n, n + 1, "length", frozenset()) for n in lengths]
+        found = similar(requests, torch.device(device))
+        assert [one for group in found for one in group] == requests
+        return [[request.prompt_length for request in group] for group in found]
+
+    assert groups(5) == [[5]]
+    assert groups(30, 30, 14, 31) == [[30, 30, 14, 31]]
+    assert groups(30, 30, 30, 36) == [[30, 30, 30], [36]]  # three rows longer by six
+    assert groups(10, 26, 9, 100, 84) == [[10, 26], [9], [100, 84]]
+    assert groups(10, 27) == [[10], [27]]
+    assert groups(10, 300, 200, 90, device="cuda") == [[10, 300, 200, 90]]
+    assert groups(10, 600, device="cuda") == [[10], [600]]
