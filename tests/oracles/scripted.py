@@ -170,7 +170,7 @@ class ScriptDrafter:
 
     def _step_one(self, state, hidden_Wd, tokens_W, position_W, ancestor_WP):
         before, new = len(state.nodes), []
-        idle = bool(hidden_Wd.isnan().any()) or int(position_W[0]) < len(state.tokens) - 1
+        unseeded = bool(hidden_Wd.isnan().any())
         for w, token in enumerate(tokens_W.tolist()):
             sees = ancestor_WP[w].nonzero().flatten().tolist()
             assert sees[-1] == before + w, "a node sees itself last, and no later sibling"
@@ -178,7 +178,8 @@ class ScriptDrafter:
             path = (earlier[-1] if earlier else ()) + (token,)
             assert earlier == [path[:length] for length in range(1, len(path))]
             parent = state.nodes[sees[-2]][1] if earlier else state.seed
-            if not idle:  # a sequence that no longer drafts is carried along at position 0
+            idle = len(state.tokens) > 2 and int(position_W[w]) == len(path)
+            if not (unseeded or idle):  # a sequence that no longer drafts is carried along, its root at position 0
                 assert position_W[w].item() == len(state.tokens) - 2 + len(path)
                 assert torch.equal(hidden_Wd[w], parent)
                 self.highest_position = max(self.highest_position, int(position_W[w]))
