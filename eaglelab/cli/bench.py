@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from eaglelab.cli.checks import writable
 from eaglelab.cli.errors import command
@@ -23,8 +25,11 @@ def main() -> None:
 
 @command("bench")
 def training(config: DictConfig) -> None:
-    """Measure one training step of every variant; prints a table."""
-    from eaglelab.training.cost import Shape, cost_table, measure, save_costs
+    """Measure one training step of every variant, and the literal one beside it; prints tables."""
+    import torch
+
+    from eaglelab.training.cost import Shape, cost_table, measure
+    from eaglelab.training.versus import contest, contest_table, growth, growth_table, quantities
     from eaglelab.variants import VARIANTS
 
     variants = [config.variants] if isinstance(config.variants, str) else list(config.variants)
@@ -32,11 +37,34 @@ def training(config: DictConfig) -> None:
         raise ValueError(f"variants={unknown[0]!r} is not one of {', '.join(VARIANTS)}")
     if config.steps < 1:
         raise ValueError(f"steps={config.steps}: measure at least one")
+    if config.device != "cpu" and (config.split or not torch.cuda.is_available()):
+        raise ValueError(f"device={config.device}: needs a GPU, and split=false, which is measured on the CPU alone")
+    growing = [config.growth] if isinstance(config.growth, str) else list(config.growth)
+    if unknown := [over for over in growing if over not in config.points]:
+        raise ValueError(f"growth={unknown[0]!r} is not one of {', '.join(config.points)}")
+    if short := [over for over in growing if len(config.points[over]) < 3]:
+        raise ValueError(f"points.{short[0]}={list(config.points[short[0]])}: an exponent takes three points")
     out, shape = None if config.out is None else writable(config.out), Shape(**config.shape)
-    costs = [measure(name, shape, steps=config.steps) for name in variants]
-    print(cost_table(costs))
+    settings: dict[str, Any] = {name: OmegaConf.to_container(config.settings[name]) for name in variants}
+    found: dict[str, list[dict[str, Any]]] = {}
+    if config.split:
+        costs = [measure(name, shape, settings[name], steps=config.steps) for name in variants]
+        print(cost_table(costs), flush=True)
+        found["split"] = [cost.to_dict() for cost in costs]
+    if config.literal:
+        contests = [
+            contest(name, shape, settings[name], repetitions=config.steps, device=config.device) for name in variants
+        ]
+        print(contest_table(contests), flush=True)
+        found["literal"] = [one.to_dict() for one in contests]
+    for over in growing:
+        for name in variants:
+            if over in quantities(name):
+                curve = growth(name, shape, settings[name], over, list(config.points[over]), device=config.device)
+                print(growth_table(curve), flush=True)
+                found.setdefault("growth", []).append(curve.to_dict())
     if out is not None:
-        save_costs(costs, out)
+        out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from eaglelab.drafters.attention import RolloutContext, ShippedContext, joint_at
 from eaglelab.drafters.config import DrafterConfig
 from eaglelab.drafters.feature import FeatureDrafter
 from eaglelab.drafters.fused import FusedDrafter
+from eaglelab.drafters.layers import compile_parts
 from eaglelab.drafters.network import DraftNetwork, Head
 from eaglelab.drafters.runtime import DraftState, SlotDrafter
 
@@ -17,5 +18,6 @@ __all__ = [
     "RolloutContext",
     "ShippedContext",
     "SlotDrafter",
+    "compile_parts",
     "joint_attention",
 ]

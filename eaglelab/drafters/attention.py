@@ -12,6 +12,7 @@ G key/value heads, D head width, s draft steps.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -91,6 +92,18 @@ class RolloutContext:
         """Keys and values of one draft step of every root."""
         assert self._native is not None, "the native pass comes first"
         self._own.append((k_BGRD, v_BGRD))
+
+    def branch(self) -> RolloutContext:
+        """A context with the same keys, to which others can be added; for a step that is computed again."""
+        other = copy.copy(self)
+        other._spread, other._own = list(self._spread), list(self._own)
+        return other
+
+    @property
+    def newest(self) -> tuple[Tensor, Tensor]:
+        """Keys and values that were added last."""
+        assert self._native is not None
+        return self._own[-1] if self._own else self._native
 
     def _attend(self, q_BHUD: Tensor) -> Tensor:
         k, v, own_k, own_v = self._spread_keys(q_BHUD)

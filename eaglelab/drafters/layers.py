@@ -79,6 +79,16 @@ class DraftAttention(nn.Module):
         return rearrange(project(x_BNi), "b n (h c) -> b h n c", c=self.head_dim)
 
 
+def compile_parts(network: nn.Module) -> None:
+    """``torch.compile`` for the MLP, which lies between two attentions; weights and their names stay as they are.
+
+    What a row may see comes in as a function and stays outside of the compiled part.
+    """
+    for part in network.modules():
+        if isinstance(part, SwiGLU):
+            part.compile(dynamic=True)
+
+
 class SwiGLU(nn.Module):
     """down(silu(gate(x)) * up(x)), no biases."""
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
-import json
 import multiprocessing
 import os
 import statistics
@@ -217,8 +216,3 @@ def cost_table(costs: Sequence[StepCost]) -> str:
             f"{share['head_and_loss']:>11.0%}{share['optimizer']:>7.0%}{share['rest']:>6.0%}"
         )
     return "\n".join(lines)
-
-
-def save_costs(costs: Sequence[StepCost], path: str | Path) -> None:
-    """All measurements as JSON."""
-    Path(path).write_text(json.dumps([cost.to_dict() for cost in costs], indent=1) + "\n", encoding="utf-8")

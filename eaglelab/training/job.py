@@ -128,6 +128,8 @@ def build_module(
         target=target,
         optim=optim,
         seed=config.seed,
+        checkpoint_steps=bool(config.get("checkpoint_steps")),
+        compiled=bool(config.get("compiled")),
         answer_counts=lambda: data.answer_counts(target.vocab_size),
         source=None if store is None else StoreFeatures(store, target),
     )

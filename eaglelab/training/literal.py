@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from eaglelab.data.rows import Rows
+from eaglelab.drafters import DrafterConfig
 from eaglelab.variants import DraftingModule, Eagle3Module, EagleModule, HassModule, View
 
 
@@ -77,8 +77,8 @@ def _hass(module: HassModule, view: View) -> Tensor:
         attention = LiteralAttention()
         for earlier, state_BRd in enumerate(states[:-1]):
             k, v = network.keys(state_BRd, view.embedding(earlier), view.position(earlier))
-            attention.keys.append(k.repeat_interleave(_repeat(network), 1))
-            attention.values.append(v.repeat_interleave(_repeat(network), 1))
+            attention.keys.append(k.repeat_interleave(_repeat(network.config), 1))
+            attention.values.append(v.repeat_interleave(_repeat(network.config), 1))
         predicted_BRd = network(states[-1], view.embedding(step), view.position(step), attention)
         loss = loss + weight * _feature_losses(module, predicted_BRd, view, step, contract.top_weight)
         states.append(predicted_BRd.detach())
@@ -133,8 +133,7 @@ def _shifted(x_BR: Tensor, step: int) -> Tensor:
     return torch.cat((x_BR[:, step:], torch.zeros_like(x_BR[:, :step])), dim=1)
 
 
-def _repeat(network: torch.nn.Module) -> int:
-    config = network.config
+def _repeat(config: DrafterConfig) -> int:
     return config.num_attention_heads // config.num_key_value_heads
 
 

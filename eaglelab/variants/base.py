@@ -22,7 +22,7 @@ from eaglelab.data.batch import Batch
 from eaglelab.data.draft_vocabulary import DraftVocabulary
 from eaglelab.data.needed import NeededRows, needed_rows
 from eaglelab.data.rows import Rows
-from eaglelab.drafters import DrafterConfig, DraftNetwork, SlotDrafter
+from eaglelab.drafters import DrafterConfig, DraftNetwork, SlotDrafter, compile_parts
 from eaglelab.features.source import FeatureSource, OnlineFeatures
 from eaglelab.target import FeatureManifest, FrozenTarget, Tap
 from eaglelab.variants.contract import Contract
@@ -82,6 +82,9 @@ class DraftingModule(L.LightningModule, ABC):
         drafter: overrides of :class:`DrafterConfig`.
         chain_depth: depth of the simulated chain in validation.
         source: where features come from; None: the target is run over every batch.
+        checkpoint_steps: EAGLE-3: keep a rollout step's state, keys and values only and compute the rest again in the
+            backward: less memory, more time.
+        compiled: ``torch.compile`` for the parts of the drafter between two attentions.
         seed: of the noise; the draw depends on seed, micro-batch and process alone.
         answer_counts: how often each target id occurs in the answers of the training split, [V]; asked for only by
             variants with a reduced draft vocabulary.
@@ -102,6 +105,8 @@ class DraftingModule(L.LightningModule, ABC):
         chain_depth: int = 5,
         source: FeatureSource | None = None,
         seed: int = 0,
+        checkpoint_steps: bool = False,
+        compiled: bool = False,
         answer_counts: Callable[[], Tensor] | None = None,
         **switches: Any,
     ) -> None:
@@ -112,11 +117,14 @@ class DraftingModule(L.LightningModule, ABC):
         self.source: FeatureSource = OnlineFeatures(target) if source is None else source
         self.optim = optim
         self.seed = seed
+        self.checkpoint_steps = checkpoint_steps
         self.answer_counts = answer_counts
         self.draft_vocabulary: DraftVocabulary | None = None
         self.report: dict[str, Any] = {}
         self.drafter_config = DrafterConfig.from_target(target.text_config, num_taps=len(self.taps), **(drafter or {}))
         self.network: DraftNetwork = self.build_network(self.drafter_config)
+        if compiled:
+            compile_parts(self.network)
         self.chain = ChainSimulation(chain_depth)
         self.measured = RowMeans()
         self.micro_step = 0

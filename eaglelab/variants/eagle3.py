@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from eaglelab.data.draft_vocabulary import DraftVocabulary
 from eaglelab.data.needed import NeededRows
@@ -159,15 +160,33 @@ class Eagle3Module(DraftingModule):
     def passes(self, view: View) -> Iterator[Pass]:
         needed = self.needed(view.rows)
         context, roots = RolloutContext(view.rows, needed.slot_BU), view.of_needed(needed)
-        state_BUd = self.network(
-            self.network.fuse(view.taps_BRF), view.embedding(), view.position(), context.native, needed.slot_BU
-        )
-        states = [state_BUd]
-        for step in range(1, self.contract.steps):
-            state_BUd = state_BUd.detach() if self.contract.detach else state_BUd
-            state_BUd = self.network(state_BUd, roots.embedding(step), roots.position(step), context.own)
+        state_BUd, states = self.network.fuse(view.taps_BRF), []
+        for step in range(self.contract.steps):
+            if step and self.contract.detach:
+                state_BUd = state_BUd.detach()
+            state_BUd = self._step(state_BUd, context, roots if step else view, step, needed)
             states.append(state_BUd)
         yield self.objective(states, view, needed)
+
+    def _step(self, state: Tensor, context: RolloutContext, view: View, step: int, needed: NeededRows) -> Tensor:
+        """From the states of all rows (step 0) or of the needed ones to the next states of the needed ones."""
+
+        def forward(state: Tensor, context: RolloutContext) -> Tensor:
+            attend = context.own if step else context.native
+            slot_BU = None if step else needed.slot_BU
+            return self.network(state, view.embedding(step), view.position(step), attend, slot_BU)
+
+        if not self.checkpoint_steps or not torch.is_grad_enabled():
+            return forward(state, context)
+        before = context.branch()
+
+        def again(state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            branch = before.branch()
+            return forward(state, branch), *branch.newest
+
+        reached_BUd, k, v = checkpoint(again, state, use_reentrant=False)
+        (context.add_own if step else context.add_native)(k, v)
+        return reached_BUd
 
     def step_weights(self) -> Tensor:
         """[S], of each step's mean."""

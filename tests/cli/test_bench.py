@@ -6,15 +6,18 @@ import json
 import pytest
 
 from eaglelab.training.cost import Shape, measure
+from eaglelab.training.versus import exponent
 from tests.cli.conftest import run
 
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_layers": 7, "num_heads": 2, "vocab_size": 64}
 
 
+SMALL = [*(f"shape.{name}={value}" for name, value in TINY.items()), "shape.batch=1", "shape.length=64", "steps=2"]
+
+
 def test_bench_prints_and_saves_every_variant(tmp_path):
-    shape = [f"shape.{name}={value}" for name, value in TINY.items()]
-    done = run("bench", *shape, "shape.batch=1", "shape.length=64", "steps=2", "out=cost.json", cwd=tmp_path)
-    costs = json.loads((tmp_path / "cost.json").read_text())
+    done = run("bench", *SMALL, "literal=false", "out=cost.json", cwd=tmp_path)
+    costs = json.loads((tmp_path / "cost.json").read_text())["split"]
     assert [cost["variant"] for cost in costs] == ["eagle", "hass", "eagle3"]
     for cost in costs:
         assert cost["variant"] in done.stdout
@@ -24,8 +27,38 @@ def test_bench_prints_and_saves_every_variant(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["cost.json"]
 
 
+def test_bench_beside_the_literal_implementation_and_over_length(tmp_path):
+    """What is printed is what is saved; ratios are taken repetition by repetition."""
+    settings = ["variants=eagle3", "split=false", "growth=length", "points.length=[32,64,128]", "out=found.json"]
+    done = run("bench", *SMALL, "settings.eagle3.draft_vocab_size=40", *settings, cwd=tmp_path)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found.keys() == {"literal", "growth"}
+    (one,), (curve,) = found["literal"], found["growth"]
+    assert one["settings"] == {"draft_vocab_size": 40}
+    pairs = zip(one["seconds"]["shipped"]["values"], one["seconds"]["literal"]["values"], strict=True)
+    assert one["ratio"]["values"] == pytest.approx([ours / literal for ours, literal in pairs])
+    assert len(one["ratio"]["values"]) == 2
+    assert f"{one['ratio']['median']:.2f} (" in done.stdout
+    assert 0 < one["flops"]["shipped"] < one["flops"]["literal"]
+    assert one["flop_utilisation"]["shipped"] == pytest.approx(
+        one["flops"]["shipped"] / one["seconds"]["shipped"]["median"] / one["matmul_flops"]
+    )
+    assert curve["points"] == [32, 64, 128]
+    assert len(curve["seconds"]) == len(curve["peak_mib"]) == 3
+    assert f"exponent {curve['exponent_mib']:.2f}" in done.stdout or f"{curve['exponent_mib']:.2f} (last" in done.stdout
+
+
+def test_an_exponent_is_the_slope_of_the_logarithms():
+    assert exponent([2, 4, 8], [12.0, 48.0, 192.0]) == pytest.approx(2)
+    assert exponent([1, 3, 7], [5.0, 5.0, 5.0]) == pytest.approx(0)
+
+
 def test_bad_input_ends_in_one_message(tmp_path):
-    for arguments, message in ((["variants=[egale]"], "variants='egale' is not one of"), (["steps=0"], "steps=0")):
+    for arguments, message in (
+        (["variants=[egale]"], "variants='egale' is not one of"),
+        (["steps=0"], "steps=0"),
+        (["growth=depth"], "growth='depth'"),
+    ):
         done = run("bench", *arguments, cwd=tmp_path, check=False)
         assert done.returncode == 1
         assert message in done.stderr

@@ -314,3 +314,20 @@ def test_a_head_and_its_map_are_loaded_together_or_not_at_all(deep_target, damag
 def test_settings_that_make_no_sense(settings, message, deep_target):
     with pytest.raises(ValueError, match=message):
         eagle3(deep_target, **settings)
+
+
+@pytest.mark.parametrize("detach", [False, True])
+def test_checkpointed_steps_change_memory_only(deep_target, detach):
+    """Same losses and gradients, and little is saved: a rollout of 7 steps keeps the MLP's products of none."""
+    batch, found = make_batch(((30,), (21,)), answer_from=10), []
+    for checkpoint_steps in (False, True):
+        module = eagle3(deep_target, detach=detach, checkpoint_steps=checkpoint_steps)
+        view, saved = View.of(batch, deep_target, module.taps), []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, saved=saved: saved.append(x.shape) or x, lambda x: x):
+            (one,) = module.passes(view)
+        one.loss.backward()
+        products = sum(shape[-1] == module.drafter_config.intermediate_size for shape in saved)
+        found.append((one.loss.detach(), [p.grad for p in module.network.parameters()], products))
+    torch.testing.assert_close(found[0][:2], found[1][:2], rtol=0, atol=0)
+    assert found[0][2] >= 7
+    assert found[1][2] == 0

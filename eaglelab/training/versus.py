@@ -1,0 +1,266 @@
+"""The shipped training step against the literal one, alternated in one process, and how both grow.
+
+Memory is measured in processes of their own, as in :mod:`eaglelab.training.cost`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from eaglelab.evaluation.alternation import Spread, alternate, ratio
+from eaglelab.training.cost import Shape, _in_fresh_process, _peak_mib, _return_freed_blocks
+from eaglelab.training.literal import literal_loss
+from eaglelab.training.work import Work, copy_bytes, matmul_flops
+from eaglelab.variants import VARIANTS, DraftingModule, OptimConfig, View
+
+IMPLEMENTATIONS = ("shipped", "literal")
+Settings = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Contest:
+    """One optimizer step on given features, the target's own pass apart, in both implementations.
+
+    Attributes:
+        seconds: of each implementation; ratio: shipped over literal, repetition by repetition.
+        peak_mib: memory in use at once at the step's peak, target pass included, above what was resident before.
+        flops, bytes: of a step (:class:`~eaglelab.training.work.Work`).
+        matmul_flops, copy_bytes: per second, of a plain product and a plain copy, measured between the steps.
+    """
+
+    variant: str
+    settings: Settings
+    shape: Shape
+    seconds: dict[str, Spread]
+    ratio: Spread
+    peak_mib: dict[str, float]
+    flops: dict[str, int]
+    bytes: dict[str, int]
+    matmul_flops: float
+    copy_bytes: float
+
+    @property
+    def peak_ratio(self) -> float:
+        return self.peak_mib["shipped"] / self.peak_mib["literal"]
+
+    def utilisation(self, name: str) -> float:
+        """Share of the matrix product's rate."""
+        return self.flops[name] / self.seconds[name].median / self.matmul_flops
+
+    def traffic(self, name: str) -> float:
+        """Share of the copy's rate."""
+        return self.bytes[name] / self.seconds[name].median / self.copy_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        derived = {
+            "peak_ratio": self.peak_ratio,
+            "flop_utilisation": {name: self.utilisation(name) for name in IMPLEMENTATIONS},
+            "share_of_copy": {name: self.traffic(name) for name in IMPLEMENTATIONS},
+        }
+        return dataclasses.asdict(self) | derived
+
+
+def contest(
+    variant: str, shape: Shape, settings: Settings | None = None, *, repetitions: int = 5, device: str = "cpu"
+) -> Contest:
+    """Measure both implementations of a variant's step, alternated, on ``device``."""
+    job = (variant, shape, settings or {}, torch.get_num_threads(), device)
+    seconds, work, rates = _in_fresh_process(_measure_seconds, (*job, repetitions))
+    peak = {name: _in_fresh_process(_measure_peak, (*job, name), _return_freed_blocks) for name in IMPLEMENTATIONS}
+    return Contest(
+        variant,
+        settings or {},
+        shape,
+        {name: Spread.of(values) for name, values in seconds.items()},
+        ratio(seconds["shipped"], seconds["literal"]),
+        peak,
+        {name: counted[0] for name, counted in work.items()},
+        {name: counted[1] for name, counted in work.items()},
+        *rates,
+    )
+
+
+def _measure_seconds(
+    variant: str, shape: Shape, settings: Settings, threads: int, device: str, repetitions: int
+) -> tuple[dict[str, list[float]], dict[str, tuple[int, int]], tuple[float, float]]:
+    module, step = _prepare(variant, shape, settings, threads, device)
+    view = View.of(shape.make_batch().to(device), module.target, module.taps)
+    contestants: dict[str, Callable[[], float]] = {name: _timed(step, view, name, device) for name in IMPLEMENTATIONS}
+    rates = {"matmul": lambda: matmul_flops(device=device), "copy": lambda: copy_bytes(device=device)}
+    found, _ = alternate(contestants | rates, repetitions)
+    work = {}
+    for name in IMPLEMENTATIONS:
+        with Work() as counted:
+            step(view, name)
+        work[name] = counted.flops, counted.bytes
+    matmul, copy = (statistics.median(found.pop(name)) for name in rates)
+    return found, work, (matmul, copy)
+
+
+def _timed(step: Callable[[View, str], None], view: View, name: str, device: str) -> Callable[[], float]:
+    def seconds() -> float:
+        began = time.perf_counter()
+        step(view, name)
+        if device != "cpu":
+            torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    return seconds
+
+
+def _measure_peak(variant: str, shape: Shape, settings: Settings, threads: int, device: str, name: str) -> float:
+    module, step = _prepare(variant, shape, settings, threads, device)
+    batch = shape.make_batch().to(device)
+
+    def work() -> None:
+        step(View.of(batch, module.target, module.taps), name)
+
+    if device == "cpu":
+        return _peak_mib(work)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    work()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def _prepare(
+    variant: str, shape: Shape, settings: Settings, threads: int, device: str
+) -> tuple[DraftingModule, Callable[[View, str], None]]:
+    torch.set_num_threads(threads)
+    counts = torch.ones(shape.vocab_size)
+    module = VARIANTS[variant](shape.target(), OptimConfig(lr=1e-6), answer_counts=lambda: counts, **settings)
+    module.to(device)
+    module.target.to(device)
+    optimizer, _ = module.optim.build(module.network.named_parameters(), 1)
+
+    def step(view: View, name: str) -> None:
+        if name == "literal":
+            literal_loss(module, view).backward()
+        else:
+            for one in module.passes(view):
+                one.loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    short = View.of(shape.make_batch(length=32).to(device), module.target, module.taps)
+    for name in IMPLEMENTATIONS:  # libraries, kernels, optimizer state
+        step(short, name)
+    return module, step
+
+
+# ---- growth ------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Growth:
+    """Seconds and peak memory of the shipped step while one quantity grows.
+
+    Attributes:
+        points: values of the quantity.
+        exponent_seconds, exponent_mib: slope of the logarithms over the last three points, where constants weigh least.
+    """
+
+    variant: str
+    over: str
+    points: list[int]
+    seconds: list[float]
+    peak_mib: list[float]
+
+    @property
+    def exponent_seconds(self) -> float:
+        return exponent(self.points[-3:], self.seconds[-3:])
+
+    @property
+    def exponent_mib(self) -> float:
+        return exponent(self.points[-3:], self.peak_mib[-3:])
+
+    def to_dict(self) -> dict[str, Any]:
+        slopes = {"exponent_seconds": self.exponent_seconds, "exponent_mib": self.exponent_mib}
+        return dataclasses.asdict(self) | slopes
+
+
+def quantities(variant: str) -> tuple[str, ...]:
+    """What a variant's step can be measured over; HASS's ``steps`` are its passes, at most five."""
+    own = {"hass": ("steps",), "eagle3": ("steps", "draft_vocab_size")}
+    return ("length", "vocab_size", *own.get(variant, ()))
+
+
+def growth(
+    variant: str, shape: Shape, settings: Settings, over: str, points: Sequence[int], *, device: str = "cpu"
+) -> Growth:
+    """Measure the shipped step at every point.
+
+    Args:
+        over: one of :func:`quantities`.
+    """
+    points = [x for x in points if (variant, over) != ("hass", "steps") or x <= 5]
+    seconds, peak = [], []
+    for point in points:
+        at, changed = shape, dict(settings)
+        if over in ("length", "vocab_size"):
+            at = dataclasses.replace(shape, **{over: point})
+        else:
+            changed["passes" if (variant, over) == ("hass", "steps") else over] = point
+        job = (variant, at, changed, torch.get_num_threads(), device)
+        seconds.append(_in_fresh_process(_shipped_seconds, job))
+        peak.append(_in_fresh_process(_measure_peak, (*job, "shipped"), _return_freed_blocks))
+    return Growth(variant, over, points, seconds, peak)
+
+
+def _shipped_seconds(variant: str, shape: Shape, settings: Settings, threads: int, device: str) -> float:
+    module, step = _prepare(variant, shape, settings, threads, device)
+    view = View.of(shape.make_batch().to(device), module.target, module.taps)
+    timed = _timed(step, view, "shipped", device)
+    timed()
+    return min(timed() for _ in range(2))
+
+
+def exponent(points: Sequence[float], values: Sequence[float]) -> float:
+    """Slope of log(value) over log(point), least squares."""
+    return statistics.linear_regression([math.log(x) for x in points], [math.log(y) for y in values]).slope
+
+
+# ---- tables ------------------------------------------------------------------------------------------------------
+
+
+def contest_table(contests: Sequence[Contest]) -> str:
+    """Plain text; two lines per variant."""
+    lines = [
+        f"{'variant':<9}{'':<9}{'s/step':>8}{'quartiles':>16}{'peak MiB':>10}{'GFLOP':>8}{'of matmul':>11}"
+        f"{'of copy':>9}   time and memory, shipped / literal"
+    ]
+    for one in contests:
+        for name in IMPLEMENTATIONS:
+            spread = one.seconds[name]
+            line = (
+                f"{one.variant if name == 'shipped' else '':<9}{name:<9}{spread.median:>8.3f}"
+                f"{spread.low:>8.3f}-{spread.high:<7.3f}{one.peak_mib[name]:>10.0f}{one.flops[name] / 1e9:>8.1f}"
+                f"{one.utilisation(name):>11.0%}{one.traffic(name):>9.0%}"
+            )
+            if name == "shipped":
+                line += f"   {one.ratio.median:.2f} ({one.ratio.low:.2f}-{one.ratio.high:.2f})  {one.peak_ratio:.2f}"
+            lines.append(line)
+    first = contests[0]
+    lines.append(
+        f"matmul {first.matmul_flops / 1e9:.0f} GFLOP/s, copy {first.copy_bytes / 1e9:.1f} GB/s on "
+        f"{torch.get_num_threads()} threads; a step on given features, the target's own pass apart"
+    )
+    return "\n".join(lines)
+
+
+def growth_table(curve: Growth) -> str:
+    """Plain text, one line per point."""
+    lines = [
+        f"{curve.variant} over {curve.over}: seconds grow with exponent {curve.exponent_seconds:.2f}, memory with "
+        f"{curve.exponent_mib:.2f} (last three points)"
+    ]
+    for point, seconds, mib in zip(curve.points, curve.seconds, curve.peak_mib, strict=True):
+        lines.append(f"{point:>10,}{seconds:>10.3f} s{mib:>10.0f} MiB")
+    return "\n".join(lines)
