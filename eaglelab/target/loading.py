@@ -172,12 +172,9 @@ def load(
                 raise
             model, info = pretrained("eager")  # the family has no sdpa path
     except Exception as error:
-        cause = _first_line(error)
-        if "trust_remote_code" in str(error):
-            cause = (
-                "it brings its own modelling code. If you have read that code and trust it, pass trust_remote_code=true"
-            )
-        raise ValueError(f"target {source} could not be loaded as a causal language model: {cause}") from error
+        raise ValueError(
+            f"target {source} could not be loaded as a causal language model: {cause_of(error)}"
+        ) from error
     _refuse_missing(source, info)
     if place.gguf_file is not None:
         _drop_quantisation(model)
@@ -186,6 +183,13 @@ def load(
         folder = place.folder or _snapshot_folder(place)
         place = replace(place, folder=folder, revision=folder.name if folder else place.revision)
     return model, load_tokenizer(place, common), place
+
+
+def cause_of(error: Exception) -> str:
+    """The library's error in one line, with the way out where there is one."""
+    if "trust_remote_code" in str(error):
+        return "it brings its own modelling code. If you have read that code and trust it, pass trust_remote_code=true"
+    return _first_line(error)
 
 
 def require_device(device: str | torch.device) -> None:

@@ -18,7 +18,7 @@ from transformers import PretrainedConfig
 from eaglelab import assets
 from eaglelab.target.decoder import find_wiring
 from eaglelab.target.experts import count_experts, is_expert_block
-from eaglelab.target.loading import load_tokenizer, locate
+from eaglelab.target.loading import cause_of, load_tokenizer, locate
 from eaglelab.target.masks import MaskRule
 
 
@@ -127,8 +127,7 @@ def read_description(
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(place.name, **settings)
     except Exception as error:
-        cause = str(error).strip().splitlines()
-        raise ValueError(f"the config of target {source} cannot be read: {cause[0] if cause else error!r}") from error
+        raise ValueError(f"the config of target {source} cannot be read: {cause_of(error)}") from error
     return config, load_tokenizer(place, settings)
 
 
