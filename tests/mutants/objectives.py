@@ -37,7 +37,7 @@ def scale_by_padding() -> None:
 
 @mutant(
     "noise from the global random stream",
-    "tests/variants/test_eagle.py::test_same_seed_same_numbers_other_seed_other_noise",
+    "tests/variants/test_eagle.py::test_noise_has_a_random_stream_of_its_own",
 )
 def noise_from_the_global_stream() -> None:
     from eaglelab.variants import DraftingModule

@@ -160,6 +160,22 @@ def test_same_seed_same_numbers_other_seed_other_noise(target):
     assert not weights[0].equal(weights[2])
 
 
+def test_noise_has_a_random_stream_of_its_own(target):
+    """Seed and micro-batch decide it alone: a resumed run draws what an uninterrupted one does."""
+    view = View.of(make_batch(), target, (FINAL,))
+    module = eagle(target, noise="paper_uniform")
+    draws = []
+    for somebody in (1, 2):
+        torch.manual_seed(somebody)
+        before = torch.get_rng_state()
+        draws.append(module.noisy(torch.zeros(*view.rows.legal_BR.shape, 4), view))
+        assert torch.get_rng_state().equal(before)
+    assert draws[0].abs().max() > 0
+    assert draws[0].equal(draws[1])
+    module.micro_step += 1
+    assert not module.noisy(torch.zeros_like(draws[0]), view).equal(draws[0])
+
+
 def test_noise_touches_inputs_only_and_training_only(target):
     """Teachers are clean, and validation is the same whatever the noise."""
     batch = make_batch()
