@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eaglelab.data.rows import Rows
+from eaglelab.data.rows import Rows, first_seen
 
 WORTH = 0.95
 """Share of the rows from which on nothing is left out: gathering costs a little, too."""
@@ -32,6 +32,7 @@ class NeededRows:
         landing_M: int64, the rows ``b * R + r`` of the whole plan that step 0 enters the loss at.
         root_MS: int64, the root ``b * U + u`` whose step ``s`` lands there; anything where none does.
         lands_MS: bool, whether one does.
+        spans: over all sequences, the first row that each needed row sees and the last one; known to the host.
     """
 
     rows: Rows
@@ -40,6 +41,7 @@ class NeededRows:
     landing_M: Tensor
     root_MS: Tensor
     lands_MS: Tensor
+    spans: tuple[list[int], list[int]]
 
     def pick(self, x_BR: Tensor) -> Tensor:
         """[B, R, ...] -> [B, U, ...]."""
@@ -96,7 +98,10 @@ def needed_rows(rows: Rows, loss: Sequence[Tensor], *, all_rows: bool = False) -
     step_S = torch.arange(len(loss), device=landing_M.device)
     lands_MS = (root_MS >= 0) & in_loss_SN[step_S, root_MS.clamp(min=0)]
     root_MS = place_N[root_MS.clamp(min=0)]
-    return NeededRows(own, slot_BU, tuple(place_N[root_M] for root_M in loss), landing_M, root_MS, lands_MS)
+    start_BU = pick(first_seen(rows), slot_BU) * (0 if rows.causal else 1)
+    last_BU = torch.arange(R, device=start_BU.device)[None] if slot_BU is None else slot_BU
+    spans = (start_BU.amin(0).tolist(), last_BU.amax(0).tolist())
+    return NeededRows(own, slot_BU, tuple(place_N[root_M] for root_M in loss), landing_M, root_MS, lands_MS, spans)
 
 
 def _some_of(rows: Rows, slot_BU: Tensor, supervised_M: Tensor) -> Rows:

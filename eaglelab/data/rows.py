@@ -109,6 +109,15 @@ class Rows:
         return dataclasses.replace(self, **moved)
 
 
+def first_seen(rows: Rows) -> Tensor:
+    """int64 [B, R]: the first row of each row's segment; a filler sees itself only. It never falls along R."""
+    R = rows.legal_BR.shape[1]
+    slot_1R = torch.arange(R, device=rows.legal_BR.device)[None]
+    begins_BR = ~rows.legal_BR
+    begins_BR[:, 1:] |= rows.segment_BR[:, 1:] != rows.segment_BR[:, :-1]
+    return torch.where(begins_BR, slot_1R, 0).cummax(dim=1).values
+
+
 def rule_offset(supervise: str) -> int:
     """How far after the source lies the token that decides: 0 for ``source``, 1 ``advanced``, 2 ``predicted``.
 

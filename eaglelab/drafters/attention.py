@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from eaglelab.data.needed import pick
-from eaglelab.data.rows import Rows
-from eaglelab.drafters.native import MASKED_ROWS, BlockedAttention, FlashAttention, NativeAttention, first_seen
+from eaglelab.data.rows import Rows, first_seen
+from eaglelab.drafters.native import MASKED_ROWS, BlockedAttention, FlashAttention, NativeAttention
 
 
 class RolloutContext:
@@ -35,11 +35,15 @@ class RolloutContext:
     Args:
         rows: the plan; keys and values of ``native`` are of all its rows.
         slot_BU: int64, ascending: the row slots that queries come from, and that draft steps exist for; None: all.
+        spans: see :class:`~eaglelab.drafters.native.BlockedAttention`.
     """
 
-    def __init__(self, rows: Rows, slot_BU: Tensor | None = None) -> None:
+    def __init__(
+        self, rows: Rows, slot_BU: Tensor | None = None, spans: tuple[list[int], list[int]] | None = None
+    ) -> None:
         self._rows = rows
         self._slot_BU = slot_BU
+        self._spans = spans
         self._bias: Tensor | None = None
         self._blocks: BlockedAttention | None = None
         self._native: tuple[Tensor, Tensor] | None = None
@@ -70,8 +74,12 @@ class RolloutContext:
         if q_BHUD.device.type == "cpu" and (self._plain or self._masked):
             return FlashAttention(self._mask(q_BHUD.dtype))
         if self._blocks is None:
-            self._blocks = blocks_of(self._rows, self._slot_BU)
+            self._blocks = self._blocks_of_rows()
         return self._blocks
+
+    def _blocks_of_rows(self) -> BlockedAttention:
+        start_BU = pick(first_seen(self._rows), self._slot_BU)
+        return BlockedAttention(start_BU[:1] * 0 if self._rows.causal else start_BU, self._slot_BU, self._spans)
 
     def native(self, q_BHRD: Tensor, k_BGRD: Tensor, v_BGRD: Tensor) -> Tensor:
         """Causal, segment-isolated attention among the rows. Keeps their keys for the steps that follow."""
@@ -123,13 +131,6 @@ class RolloutContext:
             self._spread += [x_BG if repeat == 1 else x_BG.repeat_interleave(repeat, dim=1) for x_BG in pair]
         native_k, native_v, *own = self._spread
         return native_k, native_v, own[::2], own[1::2]
-
-
-def blocks_of(rows: Rows, slot_BU: Tensor | None = None) -> BlockedAttention:
-    """Attention among ``rows`` in blocks, from the slots ``slot_BU``; None: from all."""
-    if rows.causal:
-        return BlockedAttention(torch.zeros_like(rows.source_BR[:1] if slot_BU is None else slot_BU[:1]), slot_BU)
-    return BlockedAttention(pick(first_seen(rows), slot_BU), slot_BU)
 
 
 class ShippedContext(RolloutContext):

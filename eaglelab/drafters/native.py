@@ -15,7 +15,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from eaglelab.data.rows import Rows
 from eaglelab.target.unpacking import MASKED_LENGTH
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -97,12 +96,16 @@ class BlockedAttention:
     Args:
         start_BR: int64 [B or 1, R], the first row that each row sees.
         last_BR: int64 [B or 1, R], the last one; None: the row itself.
+        spans: the least of the former and the greatest of the latter over the sequences, for each row, where the host
+            knows them; None: the device is asked, once.
     """
 
-    def __init__(self, start_BR: Tensor, last_BR: Tensor | None = None) -> None:
+    def __init__(
+        self, start_BR: Tensor, last_BR: Tensor | None = None, spans: tuple[list[int], list[int]] | None = None
+    ) -> None:
         self.start_BR = start_BR
         self.last_BR = torch.arange(start_BR.shape[1], device=start_BR.device)[None] if last_BR is None else last_BR
-        self._spans: list[list[int]] | None = None
+        self._spans = spans
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         out = torch.empty_like(q)
@@ -132,10 +135,11 @@ class BlockedAttention:
             kernel: NativeAttention = FlashAttention(bias) if on_cpu else WrittenOutAttention(bias)
             yield rows, keys, kernel
 
-    def spans(self) -> list[list[int]]:
-        """The first and the last key of each row over all sequences; asks the device once per batch."""
+    def spans(self) -> tuple[list[int], list[int]]:
+        """The first and the last key of each row over all sequences."""
         if self._spans is None:
-            self._spans = torch.stack([self.start_BR.amin(0), self.last_BR.amax(0)]).tolist()
+            first_R, last_R = torch.stack([self.start_BR.amin(0), self.last_BR.amax(0)]).tolist()
+            self._spans = first_R, last_R
         return self._spans
 
     def _bias(self, rows: slice, keys: slice, dtype: torch.dtype) -> Tensor:
@@ -143,12 +147,3 @@ class BlockedAttention:
         seen_BQK = (key_K >= self.start_BR[:, rows, None]) & (key_K <= self.last_BR[:, rows, None])
         bias_BQK = torch.zeros(seen_BQK.shape, dtype=dtype, device=seen_BQK.device)
         return bias_BQK.masked_fill_(~seen_BQK, -torch.inf)[:, None]
-
-
-def first_seen(rows: Rows) -> Tensor:
-    """int64 [B, R]: the first row of each row's segment; a filler sees itself only. It never falls along R."""
-    R = rows.legal_BR.shape[1]
-    slot_1R = torch.arange(R, device=rows.legal_BR.device)[None]
-    begins_BR = ~rows.legal_BR
-    begins_BR[:, 1:] |= rows.segment_BR[:, 1:] != rows.segment_BR[:, :-1]
-    return torch.where(begins_BR, slot_1R, 0).cummax(dim=1).values

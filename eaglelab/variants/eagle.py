@@ -69,7 +69,7 @@ class EagleModule(DraftingModule):
 
     def passes(self, view: View) -> Iterator[Pass]:
         needed = self.needed(view.rows)
-        context = RolloutContext(view.rows, needed.slot_BU)
+        context = RolloutContext(view.rows, needed.slot_BU, needed.spans)
         state_BRd = self.noisy(self.network.fuse(view.taps_BRF), view)
         predicted_BUd = self.network(state_BRd, view.embedding(), view.position(), context.native, needed.slot_BU)
         yield self.objective(predicted_BUd, view, needed)

@@ -159,7 +159,7 @@ class Eagle3Module(DraftingModule):
 
     def passes(self, view: View) -> Iterator[Pass]:
         needed = self.needed(view.rows)
-        context, roots = RolloutContext(view.rows, needed.slot_BU), view.of_needed(needed)
+        context, roots = RolloutContext(view.rows, needed.slot_BU, needed.spans), view.of_needed(needed)
         state_BUd, states = self.network.fuse(view.taps_BRF), []
         for step in range(self.contract.steps):
             if step and self.contract.detach:

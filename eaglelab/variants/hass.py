@@ -141,7 +141,7 @@ class HassModule(EagleModule):
         if self.contract.alignment == "shipped":
             context: RolloutContext = ShippedContext(view.rows, view.tokens_BS.shape[1])
         else:
-            context = RolloutContext(view.rows, needed.slot_BU)
+            context = RolloutContext(view.rows, needed.slot_BU, needed.spans)
         for step, state_BRd in enumerate(older):
             # recomputed in the backward pass: only keys and values are kept, so a pass stays as small as EAGLE-1's
             keys = checkpoint(self._keys, state_BRd, roots if step else view, step, use_reentrant=False)

@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eaglelab.data.rows import compile_rows
+from eaglelab.data.rows import compile_rows, first_seen
 from eaglelab.drafters import attention, native
 from eaglelab.drafters.attention import RolloutContext, dense_joint_attention, joint_attention
-from eaglelab.drafters.native import BlockedAttention, FlashAttention, WrittenOutAttention, first_seen
+from eaglelab.drafters.native import BlockedAttention, FlashAttention, WrittenOutAttention
 from tests.oracles.layout import packed
 from tests.oracles.visibility import dense_rollout_attention, nodes
 
