@@ -31,6 +31,7 @@ def main(config: DictConfig) -> float | None:
         sampling=sampling_of(config),
         batch=config.batch,
         check_generate=config.check_generate,
+        compile=config.compile,
     )
     source, prompts = prompts_of(config)
     target = folder.load_target(source=config.target.source, dtype=config.dtype, device=config.device)

@@ -67,12 +67,13 @@ def _engine(config: DictConfig) -> Engine:
     from eaglelab.training import RunFolder
 
     if config.run is None:
-        return Engine(FrozenTarget.load(config.target.source, dtype=config.dtype, device=config.device))
+        target = FrozenTarget.load(config.target.source, dtype=config.dtype, device=config.device)
+        return Engine(target, compile=config.compile)
     folder = RunFolder.existing(config.run)
     tree = make_tree(**config.tree)
     target = folder.load_target(source=config.target.source, dtype=config.dtype, device=config.device)
     drafter = folder.load_drafter(target, config.checkpoint) if tree is not None else None
-    return Engine(target, drafter, tree)
+    return Engine(target, drafter, tree, compile=config.compile)
 
 
 def _stream(engine: Engine, prompt: str, config: DictConfig, sampling: Sampling, color: bool) -> None:

@@ -30,6 +30,8 @@ from eaglelab.target.experts import ExpertWatch
 if TYPE_CHECKING:
     from eaglelab.target.frozen import FrozenTarget
 
+COMPILED_SLOTS = 256
+"""Compiled rounds have a multiple of this as their capacity."""
 Samplings = Sampling | Sequence[Sampling] | None
 
 
@@ -46,6 +48,9 @@ class Engine:
         capacity: target rows per sequence; None makes room for each request.
         max_kv_bytes: most memory for the target's keys and values; None: what the device has free.
         record_nodes: keep every round's tree, with its confidences, acceptances and expert unions, in its record.
+        compile: run verification and draft steps through `torch.compile`. Their shapes are fixed then: attention reads
+            all slots up to the capacity, and a pass is compiled at its first use, which takes a minute or more. Rounds
+            of another size (a batch that is not full, a tree cut by its floor) run as ever.
 
     Raises:
         ValueError: a drafter without a tree or the other way round.
@@ -60,6 +65,7 @@ class Engine:
         capacity: int | None = None,
         max_kv_bytes: int | None = None,
         record_nodes: bool = False,
+        compile: bool = False,
     ) -> None:
         if (drafter is None) != (tree is None):
             raise ValueError(
@@ -71,6 +77,7 @@ class Engine:
         self.capacity = capacity
         self.max_kv_bytes = max_kv_bytes
         self.record_nodes = record_nodes
+        self.compile = compile
         self.taps = () if drafter is None else tuple(drafter.taps)
         self._experts = ExpertWatch(target) if record_nodes and ExpertWatch.supported(target) else None
         self._rounds = 0
@@ -97,6 +104,7 @@ class Engine:
                     taps=self.taps if any(request.drafting for request in state.requests) else (),
                     count_B=None if flat is drafted else [flat.rows if one else 1 for one in drafting],
                     planned=watch.mark,
+                    **({"compiled": True} if self._fits_compiled(state, flat, drafting) else {}),
                 )
             decision = self._decide(state, verified.logits_BNV, flat, drafted, drafting, generators)
             host = decision.to_host()  # the round's one host sync
@@ -128,6 +136,11 @@ class Engine:
                 state.requests, publications, host.published, drafting, nodes, strict=True
             )
         ]
+
+    def _fits_compiled(self, state: DecodeState, flat: FlatTree, drafting: list[bool]) -> bool:
+        """Whether the round has the one shape that is compiled: a full batch, and a full tree or none at all."""
+        rows = 1 if self.tree is None else 1 + self.tree.max_nodes
+        return self.compile and state.batch == state.cache.room and flat.rows == rows and len(set(drafting)) == 1
 
     def _nodes(self, flat: FlatTree, drafting: list[bool], host: HostDecision) -> Sequence[NodeRecord | None]:
         if not self.record_nodes:
@@ -251,7 +264,10 @@ class Engine:
 
     def _capacity(self, requests: Sequence[Request]) -> int:
         nodes = 0 if self.tree is None else self.tree.max_nodes
-        return self.capacity or max(request.max_tokens for request in requests) + nodes
+        needed = max(request.max_tokens for request in requests) + nodes
+        if self.compile:  # one shape for prompts of many lengths
+            needed = -(-needed // COMPILED_SLOTS) * COMPILED_SLOTS
+        return self.capacity or needed
 
     def _joined(self, state: DecodeState | None, requests: list[Request], capacity: int, room: int) -> DecodeState:
         """The state with these requests behind those it has, prefilled in groups of similar length."""
@@ -266,7 +282,8 @@ class Engine:
 
     def _prefilled(self, requests: list[Request], capacity: int, room: int | None) -> DecodeState:
         began = time.perf_counter()
-        state = prefill(self.target, self.drafter, self.tree, requests, capacity, room)
+        whole = self.compile and room is not None
+        state = prefill(self.target, self.drafter, self.tree, requests, capacity, room, whole)
         self._drafting(state)
         for request in requests:
             request.prefill_s = (time.perf_counter() - began) / len(requests)

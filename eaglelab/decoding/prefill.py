@@ -27,12 +27,14 @@ def prefill(
     requests: list[Request],
     capacity: int,
     room: int | None,
+    whole: bool = False,
 ) -> DecodeState:
     """Forward the prompts, publish each one's first token and leave their draft rows pending.
 
     Args:
         capacity: target rows per sequence that the state may ever hold.
         room: sequences that the state has slots for; None: slots for just these prompts, to be joined to a state.
+        whole: as in `KVSlots`, for rounds that are compiled; draft steps are too, where the drafter can.
     """
     B, device = len(requests), target.device
     counts = [request.prompt_length for request in requests]
@@ -40,7 +42,8 @@ def prefill(
     tokens_BN = torch.tensor([request.tokens + [0] * (N - len(request.tokens)) for request in requests], device=device)
     position_BN = torch.arange(N, device=device).expand(B, N)
     last_B1 = torch.tensor(counts, device=device)[:, None] - 1
-    cache = target.new_cache(B, N if room is None else capacity, room=room)
+    settings_of_slots = {"whole": True} if whole else {}
+    cache = target.new_cache(B, N if room is None else capacity, room=room, **settings_of_slots)
     taps = () if drafter is None else tuple(drafter.taps)
     ragged = None if min(counts) == N else counts
     output = target.forward_rows(tokens_BN, position_BN, cache, taps=taps, count_B=ragged, logits="last")
@@ -58,6 +61,8 @@ def prefill(
     if drafter is not None and tree is not None:
         rows = N if room is None else capacity + tree.max_step_rows
         state.draft = drafter.new_state(B, rows, room)
+        if whole and hasattr(state.draft, "compiled"):
+            state.draft.compiled = True
         advanced_BN = tokens_BN.roll(-1, dims=1).scatter(1, last_B1, root_B1)
         features_BNF = stack_features(output.features, taps)
         state.pending = DraftRows(features_BNF, advanced_BN, position_BN, counts, [0] * B)

@@ -9,7 +9,8 @@ heads, D head width, d hidden width, T taps.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from eaglelab.drafters.config import DrafterConfig
 from eaglelab.drafters.layers import Attend
 from eaglelab.drafters.network import DraftNetwork
 from eaglelab.target import FrozenTarget, Tap, moves
+from eaglelab.target.inputs import regular
 
 
 class DraftState:
@@ -27,6 +29,7 @@ class DraftState:
     Attributes:
         lengths: committed rows per sequence.
         provisional: tree rows written behind them, the same count in every sequence.
+        compiled: run draft steps of a full batch through `torch.compile`, once per number of nodes.
     """
 
     def __init__(self, config: DrafterConfig, batch: int, capacity: int, like: Tensor, room: int | None = None) -> None:
@@ -35,6 +38,7 @@ class DraftState:
         self._keys_BGCD, self._values_BGCD = like.new_zeros(shape), like.new_zeros(shape)
         self.capacity = capacity
         self.provisional = 0
+        self.compiled = False
         self.lengths = [0] * batch
 
     @property
@@ -73,6 +77,30 @@ class DraftState:
             values_BGCD[batch_B1, :, slot_BN] = v_BGND.transpose(1, 2)
         return keys_BGCD[:, :, :end], values_BGCD[:, :, :end]
 
+    @property
+    def whole(self) -> tuple[Tensor, Tensor]:
+        """All slots of the sequences that are here, [B, G, capacity, D]."""
+        B = len(self.lengths)
+        return self._keys_BGCD[:B], self._values_BGCD[:B]
+
+    def next_slots(self, N: int) -> Tensor:
+        """int64 [B, N]: where the next N provisional rows go.
+
+        Raises:
+            ValueError: the slots are full.
+        """
+        first = max(self.lengths) + self.provisional
+        if first + N > self.capacity:
+            raise ValueError(f"draft slots: {first + N} rows needed, capacity is {self.capacity}")
+        offset_N = self.provisional + torch.arange(N, device=self._keys_BGCD.device)
+        return self.length_B1 + offset_N
+
+    @property
+    def length_B1(self) -> Tensor:
+        if self._length_B1 is None:
+            return torch.tensor(self.lengths).to(self._keys_BGCD.device, non_blocking=True)[:, None]
+        return self._length_B1
+
     def causal_mask(self, N: int, K: int) -> Tensor:
         """bool [B or 1, 1, N, K]: N new rows see the committed ones and each other's past."""
         device = self._keys_BGCD.device
@@ -85,9 +113,9 @@ class DraftState:
         device, P = self._keys_BGCD.device, self.provisional + W
         if ancestor_BWP is None:
             ancestor_BWP = torch.ones(1, W, P, dtype=torch.bool, device=device)
-        if self._length_B1 is None:
+        if self._length_B1 is None and self.lengths[0] + P == K:
             return F.pad(ancestor_BWP, (K - P, 0), value=True)[:, None]
-        place_BK = torch.arange(K, device=device) - self._length_B1  # among the provisional rows
+        place_BK = torch.arange(K, device=device) - self.length_B1  # among the provisional rows
         B = place_BK.shape[0]
         index_BWK = place_BK.clamp(0, P - 1)[:, None].expand(B, W, K)
         seen_BWK = ancestor_BWP.expand(B, -1, -1).gather(2, index_BWK)
@@ -208,6 +236,13 @@ class SlotDrafter:
         """
         W = tokens_BW.shape[1]
         assert ancestor_BWP is not None or W == 1
+        if state.compiled and len(state.lengths) == state.room:
+            mask = state.tree_mask(ancestor_BWP, W, state.capacity)
+            slots_BW = state.next_slots(W)
+            rows = (regular(rows) for rows in (hidden_BWd, tokens_BW, position_BW, slots_BW, mask))
+            hidden_BWd = self._compiled_step(*rows, *state.whole)
+            state.provisional += W
+            return hidden_BWd
         mask = None
         if ancestor_BWP is not None or not state.uniform:
             mask = state.tree_mask(ancestor_BWP, W, max(state.lengths) + state.provisional + W)
@@ -219,6 +254,30 @@ class SlotDrafter:
         hidden_BWd = self._forward(hidden_BWd, tokens_BW, position_BW, attend)
         state.provisional += W
         return hidden_BWd
+
+    @cached_property
+    def _compiled_step(self) -> Callable[..., Tensor]:
+        return torch.compile(self._static_step, dynamic=False)
+
+    def _static_step(
+        self,
+        hidden_BWd: Tensor,
+        tokens_BW: Tensor,
+        position_BW: Tensor,
+        slots_BW: Tensor,
+        mask_B1WC: Tensor,
+        keys_BGCD: Tensor,
+        values_BGCD: Tensor,
+    ) -> Tensor:
+        """`step` as a function of tensors whose shapes do not depend on the lengths; C is the slots' capacity."""
+        batch_B1 = torch.arange(slots_BW.shape[0], device=slots_BW.device)[:, None]
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            keys_BGCD[batch_B1, :, slots_BW] = k.transpose(1, 2)
+            values_BGCD[batch_B1, :, slots_BW] = v.transpose(1, 2)
+            return F.scaled_dot_product_attention(q, keys_BGCD, values_BGCD, attn_mask=mask_B1WC, enable_gqa=True)
+
+        return self._forward(hidden_BWd, tokens_BW, position_BW, attend)
 
     def join(self, state: DraftState, other: DraftState) -> None:
         """Append the sequences of ``other``."""

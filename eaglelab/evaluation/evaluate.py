@@ -38,6 +38,7 @@ class Settings:
     warmup: answers decoded both ways before anything is measured.
     sampling: how tokens are chosen; prompt i has its seed + i, with the drafter and without.
     batch: prompts that are decoded together.
+    compile: run rounds through `torch.compile`, with the drafter and without; see `Engine`.
     """
 
     max_new_tokens: int = 128
@@ -47,6 +48,7 @@ class Settings:
     warmup: int = 1
     sampling: Sampling = field(default_factory=Sampling)
     batch: int = 1
+    compile: bool = False
     progress: bool = True
 
     def __post_init__(self) -> None:
@@ -122,7 +124,9 @@ def evaluate(
     settings = settings or Settings()
     encode = encode or chat_encoder(target)
     decode = decode or chat_decoder(target)
-    engine = Engine(target, drafter if tree else None, tree, record_nodes=on_record is not None)
+    engine = Engine(
+        target, drafter if tree else None, tree, record_nodes=on_record is not None, compile=settings.compile
+    )
     run = _Run(target, engine, settings, encode, decode)
     result = EvaluationResult([], _describe(target, drafter, tree, settings), _versions(), 0)
     size = settings.batch
@@ -185,7 +189,7 @@ class _Run:
                 yield record
 
     def _measure(self, chats: list[Chat], ids: list[list[int]], flip: bool) -> list[tuple[TurnRecord, list[int]]]:
-        engines = [self.engine, Engine(self.target)]
+        engines = [self.engine, Engine(self.target, compile=self.settings.compile)]
         stop_ids = frozenset[int]() if self.settings.ignore_eos else self.target.eos_token_ids
         base = self.settings.sampling
         results = {}

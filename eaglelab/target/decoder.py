@@ -44,6 +44,21 @@ class Wiring:
         final_BSd: Tensor = output.last_hidden_state
         return final_BSd
 
+    def rows(
+        self, tokens_BN: Tensor, position_BN: Tensor, mask: Any, cache: KVSlots, taps: Sequence[Tap]
+    ) -> tuple[Tensor, dict[Tap, Tensor]]:
+        """`run` and its taps in one function without hooks, which `torch.compile` can capture."""
+        arguments: dict[str, Any] = {"use_cache": True, self.cache_argument: cache}
+        inner = [int(tap) for tap in taps if tap != FINAL]
+        output = self.decoder(
+            input_ids=tokens_BN,
+            attention_mask=mask,
+            position_ids=position_BN,
+            output_hidden_states=bool(inner),
+            **arguments,
+        )
+        return output.last_hidden_state, {tap: output.hidden_states[tap] for tap in inner}
+
     @contextmanager
     def tapping(self, taps: Sequence[Tap]) -> Iterator[dict[Tap, Tensor]]:
         """Hooks on the tapped layers for the time of one forward pass; nothing else is kept."""

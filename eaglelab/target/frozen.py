@@ -298,13 +298,14 @@ class FrozenTarget(nn.Module):
 
     # --- rows after a committed prefix --------------------------------------------------------
 
-    def new_cache(self, batch: int, capacity: int, *, room: int | None = None) -> KVSlots:
-        """Empty key/value slots for ``batch`` sequences of up to ``capacity`` rows each, ``room`` in all.
+    def new_cache(self, batch: int, capacity: int, *, room: int | None = None, whole: bool = False) -> KVSlots:
+        """Empty key/value slots for ``batch`` sequences of up to ``capacity`` rows each, ``room`` in all; ``whole`` as
+        in `KVSlots`.
 
         Raises:
             ValueError: batch or capacity below 1, or a target whose tree forwards are not exact.
         """
-        return KVSlots(batch, capacity, self._tree_layout, room=room)
+        return KVSlots(batch, capacity, self._tree_layout, room=room, whole=whole)
 
     @property
     def kv_row_bytes(self) -> int | None:
@@ -326,6 +327,7 @@ class FrozenTarget(nn.Module):
         count_B: Sequence[int] | None = None,
         logits: Literal["all", "last"] = "all",
         planned: Callable[[], None] | None = None,
+        compiled: bool = False,
     ) -> RowsOutput:
         """Append N provisional rows to each sequence and return their logits and features.
 
@@ -343,6 +345,7 @@ class FrozenTarget(nn.Module):
             logits: ``"last"`` runs the head on the last real row of each sequence only
                 ([B, 1, V]), for prompts.
             planned: called when slots and masks are ready, just before the decoder runs.
+            compiled: run the decoder through `torch.compile`, once per shape; the cache must be ``whole``.
 
         Raises:
             ValueError: shapes, ids or positions outside what the target has, or a full cache.
@@ -364,8 +367,13 @@ class FrozenTarget(nn.Module):
             mask = self._mask(plan, ancestor_BNN, position_BN)
             if planned is not None:
                 planned()
-            with self._wiring.tapping(taps) as tapped:
-                final_BNd = self._wiring.run(tokens_BN, position_BN, mask, cache)
+            if compiled:
+                assert cache.whole
+                rows = inputs.regular(tokens_BN), inputs.regular(position_BN)
+                final_BNd, tapped = self._compiled_rows(*rows, mask, cache, tuple(taps))
+            else:
+                with self._wiring.tapping(taps) as tapped:
+                    final_BNd = self._wiring.run(tokens_BN, position_BN, mask, cache)
         except BaseException:
             cache.discard()
             raise
@@ -400,6 +408,13 @@ class FrozenTarget(nn.Module):
         scale = probe.embedding_scale(self.text_config, embedded_BSd, tapped[0], name)
         raw_BSV = self._wiring.head(final_BSd)
         return scale, probe.head_form(self.text_config, raw_BSV, own_BSV, name)
+
+    @cached_property
+    def _compiled_rows(self) -> Callable[..., tuple[Tensor, dict[Tap, Tensor]]]:
+        one_11 = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        # the library installs its hooks for hidden states at their first use, under a lock that no graph can hold
+        self.decoder(input_ids=one_11, use_cache=False, output_hidden_states=True)
+        return torch.compile(self._wiring.rows, dynamic=False)
 
     @cached_property
     def _tree_layout(self) -> tuple[LayerShape, ...] | None:

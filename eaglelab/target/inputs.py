@@ -108,3 +108,9 @@ def check_rows(
     if ancestor_BNN is not None:
         check_shape(ancestor_BNN, (B, N, N), "ancestor_BNN")
     return B, N
+
+
+def regular(tensor: Tensor) -> Tensor:
+    """The same values with the strides of a new tensor; a compiled function is compiled again for other strides, even
+    those of a dimension of one."""
+    return tensor.contiguous().view(-1).view(tensor.shape)

@@ -128,6 +128,8 @@ class KVSlots(Cache):
         layer_shapes: head counts and widths per layer, when known; layers of one shape then share
             one buffer and a commit is one gather for all of them.
         room: most sequences that will be here at once; None: ``batch``.
+        whole: every pass sees all slots and writes by index, so that its shapes do not depend on the lengths (for
+            `torch.compile`); the mask hides what is not committed.
 
     Raises:
         ValueError: batch or capacity below 1.
@@ -140,6 +142,7 @@ class KVSlots(Cache):
         layer_shapes: Sequence[LayerShape] | None = None,
         *,
         room: int | None = None,
+        whole: bool = False,
     ) -> None:
         if batch < 1 or capacity < 1:
             raise ValueError(f"KV slots need batch >= 1 and capacity >= 1, got batch={batch}, capacity={capacity}.")
@@ -147,6 +150,7 @@ class KVSlots(Cache):
         self.batch = batch
         self.room = max(batch, room or 0)
         self.capacity = capacity
+        self.whole = whole
         self.lengths: list[int] = [0] * batch
         self._shapes = tuple(layer_shapes) if layer_shapes is not None else None
         self._pools: list[Tensor] = []  # each [layers sharing a shape, B, H, C + 1, hd]
@@ -199,7 +203,7 @@ class KVSlots(Cache):
                 f"more rows exceed the capacity of {self.capacity}. Ask new_cache() for at least "
                 f"{ends[b]} slots, or stop the sequence earlier."
             )
-        if min(counts) == rows and min(self.lengths) == max(self.lengths):
+        if min(counts) == rows and min(self.lengths) == max(self.lengths) and not self.whole:
             start = self.lengths[0]
             self._plan = SlotPlan(rows, counts, start + rows, start, device)
             return self._plan
@@ -207,7 +211,7 @@ class KVSlots(Cache):
         offset_1N = torch.arange(rows, device=device)[None]
         real_BN = offset_1N < torch.tensor(counts, device=device)[:, None]
         slots_BN = torch.where(real_BN, lengths_B[:, None] + offset_1N, self.capacity)
-        visible = max(1, *ends)
+        visible = self.capacity if self.whole else max(1, *ends)
         self._plan = SlotPlan(rows, counts, visible, None, device, lengths_B, slots_BN, real_BN)
         return self._plan
 
