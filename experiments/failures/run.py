@@ -49,6 +49,7 @@ TREES = {
     "static": make_tree("static"),
     "dynamic": make_tree("dynamic", width=4, depth=6, budget=16),
     "sampled": make_tree("sampled", widths=[3, 2, 1]),
+    "chain of 1": make_tree("chain", depth=1),
 }
 DECODING = {
     "frontier_published": ("hass", "static"),
@@ -67,7 +68,7 @@ DECODING = {
     "deeper_first": ("hass", "dynamic"),
 }
 """Mutant: whose drafter, which tree."""
-SAMPLING = {"bonus_unprocessed": "static", "q_keeps_the_rejected": "sampled"}
+SAMPLING = {"bonus_unprocessed": "chain of 1", "q_keeps_the_rejected": "sampled"}
 TRAINING = {
     "feature_shift": "eagle",
     "token_shift": "eagle",
@@ -309,7 +310,9 @@ def kept(results: dict[str, Any]) -> dict[str, list[tuple[str, float]]]:
 
 
 def draw(results: dict[str, Any]) -> None:
-    plt.rcParams.update({"font.size": 8, "svg.hashsalt": "failures", "figure.constrained_layout.use": True})
+    plt.rcParams.update(
+        {"font.size": 8, "svg.fonttype": "none", "svg.hashsalt": "failures", "figure.constrained_layout.use": True}
+    )
     panels = kept(results)
     heights = [len(panel) for panel in panels.values()]
     figure, axes = plt.subplots(

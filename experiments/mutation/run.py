@@ -101,7 +101,8 @@ def _changes(node: ast.AST) -> Iterator[ast.AST]:
         other.op = SWAPS[type(node.op)]()  # type: ignore[assignment]
         yield other
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not | ast.USub | ast.Invert):
-        yield node.operand
+        if not isinstance(node.operand, ast.Constant):  # -1 is mostly the last axis, and 1 the same one
+            yield node.operand
     elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
         yield ast.Constant(not node.value)
     elif isinstance(node, ast.Constant) and isinstance(node.value, int | float):
