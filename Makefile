@@ -18,7 +18,7 @@ help:
 	@echo "make lint       ruff and the type check of the public API"
 	@echo "make audit      known vulnerabilities of the pinned packages (asks pypi.org)"
 	@echo "make format     let ruff rewrite layout"
-	@echo "make bench      decoding speed with and without the drafter, alternated (needs make demo first)"
+	@echo "make bench      training steps against the literal ones, then decoding with and without the drafter (after make demo)"
 	@echo "make clean      remove the environment"
 
 # torch is asked for by its exact version first: a range may bring gigabytes of another build
@@ -56,6 +56,7 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 bench: $(READY)
+	$(BIN)/eaglelab bench split=false
 	$(BIN)/eaglelab evaluate run=$(DEMO) tree=chain limit=40
 	$(BIN)/eaglelab evaluate run=$(DEMO) tree=static limit=40
 
