@@ -6,6 +6,7 @@ Times are in seconds, per round of the whole batch. Letters: B batch, R rows.
 from __future__ import annotations
 
 import bisect
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Costs:
-    """Each the fastest of its repetitions: what it takes where no other job interferes.
+    """Medians over the repetitions. On a CPU these are seconds of the main thread, which other jobs do not lengthen.
 
     verify: target forward, acceptance and its way to the host, by rows per sequence; 1 row is a plain step.
     level: one drafter forward of that many nodes per sequence, with the choice of their children, by nodes.
@@ -76,6 +77,15 @@ def between(known: Mapping[int, float], wanted: int) -> float:
     return known[low] + (known[high] - known[low]) * (wanted - low) / (high - low)
 
 
+def clock(device: torch.device) -> float:
+    """Seconds, for differences: where the device is a CPU, those that this thread worked."""
+    if device.type == "cpu":
+        return time.thread_time()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
 def row_grid(most: int) -> list[int]:
     """1, 2, 3, 4, 6, 8, 12, 16 ... and `most`: steps of a third to a half."""
     sizes = [1]
@@ -118,11 +128,11 @@ def measure_costs(
                 found[job].append(seconds)
         if on_pass is not None:
             on_pass()
-    fastest = {job: min(times) for job, times in found.items()}
-    root = fastest["root", 1]
+    median = {job: statistics.median(times) for job, times in found.items()}
+    root = median["root", 1]
     return Costs(
-        verify={size: fastest["verify", size] for size in rows},
-        level={width: max(fastest["level", width] - root, 0.0) for width in widths},
+        verify={size: median["verify", size] for size in rows},
+        level={width: max(median["level", width] - root, 0.0) for width in widths},
         root=root,
     )
 
@@ -137,15 +147,12 @@ class _Bench:
         self.engine = Engine(target, drafter, tree)
         new = min(rows + 2, target.max_positions - max(map(len, prompts)))
         self.state: DecodeState = self.engine.start(prompts, max_new_tokens=max(new, 1), stop_ids=frozenset())
-        self._wait: Callable[[], None] = torch.cuda.synchronize if target.device.type == "cuda" else lambda: None
 
     def time(self, job: Callable[[], None]) -> float:
-        self._wait()
-        began = time.perf_counter()
+        began = clock(self.target.device)
         with torch.inference_mode():
             job()
-        self._wait()
-        return time.perf_counter() - began
+        return clock(self.target.device) - began
 
     def verify(self, rows: int) -> Callable[[], None]:
         """Rows that all follow the root: as much work as any tree of that many."""

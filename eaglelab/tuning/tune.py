@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,7 @@ from eaglelab.decoding import Drafter, DynamicTree, Engine, TreePolicy
 from eaglelab.evaluation.alternation import Spread, alternate, ratio
 from eaglelab.evaluation.decoding_speed import Run, decode_run
 from eaglelab.tuning.choice import Grid, Prediction, Shape, choose, predict
-from eaglelab.tuning.costs import Costs, measure_costs, row_grid
+from eaglelab.tuning.costs import Costs, clock, measure_costs, row_grid
 from eaglelab.tuning.recording import record
 from eaglelab.tuning.replay import Replay
 
@@ -190,10 +189,10 @@ def _costs(
             repetitions=repetitions,
             on_pass=bar.update,
         )
-    plain = min(_round_seconds(Engine(target), contexts)) - costs.verify[1]
+    plain = statistics.median(_round_seconds(Engine(target), contexts)) - costs.verify[1]
     forwarded = [CALIBRATION.width] * (CALIBRATION.max_depth - 1)
     parts = costs.parts(CALIBRATION.max_nodes + 1, forwarded)
-    rest = min(_round_seconds(Engine(target, drafter, CALIBRATION), contexts)) - parts
+    rest = statistics.median(_round_seconds(Engine(target, drafter, CALIBRATION), contexts)) - parts
     return Costs(costs.verify, costs.level, costs.root, max(plain, 0.0), max(rest, 0.0))
 
 
@@ -205,9 +204,9 @@ def _round_seconds(engine: Engine, contexts: Sequence[Sequence[int]], rounds: in
     for _ in range(rounds):
         if not all(state.running):
             break
-        began = time.perf_counter()
+        began = clock(engine.target.device)
         engine.round(state)
-        seconds.append(time.perf_counter() - began)
+        seconds.append(clock(engine.target.device) - began)
     return seconds[2:] or seconds or [0.0]
 
 
