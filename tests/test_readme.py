@@ -31,6 +31,8 @@ SMALL = {
         "batches=[1]",
     ],
     "diff": [],
+    "tune": ["limit=1", "measure=1", "max_new_tokens=8", "repetitions=1", "widths=[1,2]", "depth=2", "budgets=[4]"],
+    "bench decoding": ["limit=1", "max_new_tokens=4", "repetitions=1", "batch.prompts=0"],
     "bench": ["shape.length=64", "shape.batch=1", "steps=1"],
 }
 
@@ -57,7 +59,7 @@ def test_commands_run(tmp_path):
     ours.insert(0, ["python", "train.py", "variant=hass", "hydra.run.dir=outputs/demo"])
     for command in ours:
         verb, arguments = ("train", command[2:]) if command[0] == "python" else (command[1], command[2:])
-        small = [] if "verify" in arguments else SMALL[verb]
+        small = [] if "verify" in arguments else SMALL["bench decoding" if "decoding" in arguments else verb]
         run(verb, *arguments, *small, cwd=tmp_path)
 
 
