@@ -86,6 +86,12 @@ class GracefulStop(L.Callback):
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._previous[number] = signal.signal(number, self._request)
 
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        # In between Lightning has put its own handler for SIGTERM on top, which ends the process with code 0 and
+        # without a checkpoint
+        for number in self._previous:
+            signal.signal(number, self._request)
+
     def _request(self, number: int, frame: FrameType | None) -> None:
         if self.stopped:
             raise KeyboardInterrupt
@@ -104,10 +110,9 @@ class GracefulStop(L.Callback):
         self.release()
 
     def release(self) -> None:
-        """Give the signals back to whom they belonged; for trainings that fail, which have no teardown."""
+        """Give the signals back to whom they belonged; also after Lightning, which puts back those that it found."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
-        self._previous = {}
 
 
 class LastCheckpoint(L.Callback):
