@@ -1,11 +1,14 @@
 """Rows against the documentation fixture, a naive loop, and poisoned addresses."""
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eaglelab.data.rows import compile_rows
+from eaglelab.data.needed import needed_rows
+from eaglelab.data.rows import Rows, compile_rows, first_seen
 from tests.oracles.layout import packed
 
 RULES = ("source", "advanced", "predicted")
@@ -134,9 +137,42 @@ def test_visibility_is_causal_and_segment_isolated(lengths):
                     and rows.segment_BR[b, q] == rows.segment_BR[b, k]
                 )
                 assert bool(visible[b, q, k]) == allowed
+    if R:
+        assert first_seen(rows).equal(visible.int().argmax(-1))
     if rows.causal:  # then plain causal attention gives every real row the same context
         causal = torch.ones(R, R).tril().bool()
         assert (visible | ~rows.legal_BR[:, :, None] | ~causal).logical_and(causal).equal(causal.expand(B, R, R))
+
+
+def tensors_of(value) -> list[torch.Tensor]:
+    if isinstance(value, tuple):
+        return [tensor for part in value for tensor in tensors_of(part)]
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if not dataclasses.is_dataclass(value):
+        return []
+    return [tensor for field in dataclasses.fields(value) for tensor in tensors_of(getattr(value, field.name))]
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_a_copy_on_another_device_has_everything_there(planned):
+    rows = compile_rows(*layout([[5, 4], [6]], 10))
+    if planned:
+        rows.needed = needed_rows(rows, [rows.supervised_slots(step) for step in range(2)])
+    moved = rows.to("meta")
+    assert isinstance(moved, Rows) and moved.causal is rows.causal
+    assert (moved.needed is not None) == planned
+    before, after = tensors_of(rows), tensors_of(moved)
+    assert len(before) == len(after) > (12 if planned else 6)
+    assert all(tensor.device.type == "cpu" for tensor in before)
+    assert all(tensor.device.type == "meta" for tensor in after)
+    assert [tensor.shape for tensor in before] == [tensor.shape for tensor in after]
+
+
+def test_rows_in_the_loss_are_those_of_step_0_unless_asked_otherwise():
+    rows = compile_rows(*layout([[6, 3]], 9))
+    assert rows.supervised_slots().equal(rows.supervised_BR.flatten().nonzero().flatten())
+    assert not rows.supervised_slots().equal(rows.supervised_slots(1))
 
 
 def test_empty_plan():
