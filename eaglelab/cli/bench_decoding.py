@@ -78,7 +78,7 @@ def _trees(config: DictConfig) -> dict[str, TreePolicy]:
     for one in asked if isinstance(asked, list) else [asked]:
         if not isinstance(one, dict) or "name" not in one:
             raise ValueError(f"trees: {one!r} is no tree; write {{name: dynamic, width: 4, depth: 6, budget: 16}}")
-        tree = make_tree(**one)
+        tree = make_tree(**{str(key): value for key, value in one.items()})
         if tree is None:
             raise ValueError("trees: plain decoding is measured anyway; leave {name: none} out")
         settings = [str(value) for key, value in one.items() if key != "name"]

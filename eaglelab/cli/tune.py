@@ -39,7 +39,7 @@ def main(config: DictConfig) -> None:
             f"{config.data.path} has {len(prompts)} prompts and limit={config.limit} takes them all; leave some to "
             "measure on"
         )
-    out = writable(config.out or folder.path / "tuning.json")
+    out = writable(str(config.out or folder.path / "tuning.json"))
     target = folder.load_target(source=config.target.source, dtype=config.dtype, device=config.device)
     drafter = folder.load_drafter(target, config.checkpoint)
     ids = [encode_prompt(target.tokenizer, prompt.messages) for prompt in prompts]

@@ -104,7 +104,7 @@ class Engine:
                     taps=self.taps if any(request.drafting for request in state.requests) else (),
                     count_B=None if flat is drafted else [flat.rows if one else 1 for one in drafting],
                     planned=watch.mark,
-                    **({"compiled": True} if self._fits_compiled(state, flat, drafting) else {}),
+                    compiled=self._fits_compiled(state, flat, drafting),
                 )
             decision = self._decide(state, verified.logits_BNV, flat, drafted, drafting, generators)
             host = decision.to_host()  # the round's one host sync

@@ -237,9 +237,9 @@ class SlotDrafter:
         W = tokens_BW.shape[1]
         assert ancestor_BWP is not None or W == 1
         if state.compiled and len(state.lengths) == state.room:
-            mask = state.tree_mask(ancestor_BWP, W, state.capacity)
+            mask_B1WC = state.tree_mask(ancestor_BWP, W, state.capacity)
             slots_BW = state.next_slots(W)
-            rows = (regular(rows) for rows in (hidden_BWd, tokens_BW, position_BW, slots_BW, mask))
+            rows = (regular(rows) for rows in (hidden_BWd, tokens_BW, position_BW, slots_BW, mask_B1WC))
             hidden_BWd = self._compiled_step(*rows, *state.whole)
             state.provisional += W
             return hidden_BWd

@@ -70,6 +70,7 @@ class TableTarget:
         count_B=None,
         logits="all",
         planned=lambda: None,
+        compiled=False,
     ):
         plan = cache.begin(tokens_BN.shape[1], count_B, self.device)
         tokens_BGNh, position_BGNh = tokens_BN.float()[:, None, :, None], position_BN.float()[:, None, :, None]
