@@ -222,3 +222,21 @@ def test_help_and_verbs(tmp_path):
     assert wrong.returncode == 2
     assert "unknown verb 'trian'" in wrong.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_in_a_step_saves_and_is_told(number, tmp_path, monkeypatch):
+    """As a scheduler does before it kills: the step is finished and kept, and the code is not that of a whole run."""
+    real = DraftingModule.training_step
+
+    def struck(self, batch, place):
+        if self.trainer.global_step == 1:
+            os.kill(os.getpid(), number)
+        return real(self, batch, place)
+
+    monkeypatch.setattr(DraftingModule, "training_step", struck)
+    done = run("train", *SMALL, "trainer.max_steps=4", "logger=none", "hydra.run.dir=run", cwd=tmp_path, check=False)
+    assert done.returncode == 130, done.stderr
+    assert "ckpt_path=last" in done.stderr
+    saved = torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True)
+    assert saved["global_step"] == 2
