@@ -27,6 +27,7 @@ def test_bench_prints_and_saves_every_variant(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["cost.json"]
 
 
+@pytest.mark.slow
 def test_bench_beside_the_literal_implementation_and_over_length(tmp_path):
     """What is printed is what is saved; ratios are taken repetition by repetition."""
     settings = ["variants=eagle3", "split=false", "growth=length", "points.length=[32,64,128]", "out=found.json"]
