@@ -174,8 +174,8 @@ def scaled(config: DictConfig, steps: int) -> DictConfig:
     """The configuration for a training of ``steps`` optimizer steps, its schedule stretched with it.
 
     A warm-up counted in steps and a decay that ends at a fixed step keep their share of the training; shares and
-    decays to the end are so already. Validation comes as often as in the recipe, but at most ten times: it is outside of
-    the budget and would take longer than a short training.
+    decays to the end are so already. Validation comes as often as in the recipe, but at most ten times: it is outside
+    of the budget and would take longer than a short training.
     """
     recipe = int(config.trainer.max_steps)
     if recipe <= 0:
