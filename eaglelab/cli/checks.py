@@ -113,7 +113,7 @@ def _compose(config_name: str, groups: list[str]) -> DictConfig:
 def _leaves(config: DictConfig, prefix: str = "") -> list[str]:
     """Names of all settings, those of groups included."""
     names: list[str] = []
-    for key in config:
+    for key in map(str, config):
         name = f"{prefix}{key}"
         names.append(name)
         if not OmegaConf.is_missing(config, key) and not OmegaConf.is_interpolation(config, key):
