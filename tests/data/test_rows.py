@@ -169,10 +169,12 @@ def test_a_copy_on_another_device_has_everything_there(planned):
     assert [tensor.shape for tensor in before] == [tensor.shape for tensor in after]
 
 
-def test_rows_in_the_loss_are_those_of_step_0_unless_asked_otherwise():
+def test_step_and_offset_are_0_unless_asked_otherwise():
     rows = compile_rows(*layout([[6, 3]], 9))
     assert rows.supervised_slots().equal(rows.supervised_BR.flatten().nonzero().flatten())
     assert not rows.supervised_slots().equal(rows.supervised_slots(1))
+    tokens_BS = torch.arange(9)[None]
+    assert rows.gather(tokens_BS).equal(rows.source_BR)
 
 
 def test_empty_plan():
