@@ -30,7 +30,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 PACKAGES = {
     "rows": (["eaglelab/data/rows.py"], ["tests/data/test_rows.py"]),
-    "objectives": (["eaglelab/objectives/*.py"], ["tests/objectives"]),
+    "objectives": (["eaglelab/objectives/*.py"], ["tests/objectives", "tests/variants/test_eagle3.py"]),
     "rollout": (
         ["eaglelab/drafters/[!r_]*.py", "eaglelab/variants/view.py", "eaglelab/variants/hass.py"],
         ["tests/drafters", "tests/variants"],
