@@ -30,7 +30,8 @@ def soft_cross_entropy(
         The weighted sum (a scalar, differentiable in the logits); per row without weights the sum over the vocabulary
         [m, S] and over the K tokens [m, S].
     """
-    return _SoftCrossEntropy.apply(logit_mSV, q_mV, weight_mS, top_mK, top_weight)
+    with torch.autocast(logit_mSV.device.type, enabled=False):  # mixed precision would round q and x for their product
+        return _SoftCrossEntropy.apply(logit_mSV, q_mV, weight_mS, top_mK, top_weight)
 
 
 class _SoftCrossEntropy(torch.autograd.Function):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from eaglelab.objectives import chunked_sum, distill, feature_noise, smooth_l1
+from eaglelab.objectives.soft_targets import soft_cross_entropy
 
 
 def problem(M=7, d=5, V=11, dtype=torch.float32):
@@ -36,6 +37,18 @@ def test_soft_cross_entropy_equals_its_definition_in_value_and_gradient(chunk):
     (ours,) = torch.autograd.grad(result.loss * 3, predicted)
     (expected,) = torch.autograd.grad(exact * 3, predicted)
     torch.testing.assert_close(ours, expected)
+
+
+def test_mixed_precision_rounds_logits_and_no_sum():
+    """Softmax, log-softmax and sums are fp32 under autocast, too: the loss of given logits is that of fp64."""
+    g = torch.Generator().manual_seed(0)
+    logit, taught = (3 * torch.randn(16, 2000, generator=g) for _ in range(2))
+    q = taught.double().softmax(-1)
+    exact = -(q * logit.double().log_softmax(-1)).sum(-1)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        total, soft, _ = soft_cross_entropy(logit[:, None].clone(), q.float(), torch.ones(16, 1))
+    torch.testing.assert_close(soft.squeeze(1).double(), exact, rtol=1e-5, atol=0)
+    torch.testing.assert_close(total.double(), exact.sum(), rtol=1e-5, atol=0)
 
 
 def test_gradient_vanishes_where_drafter_equals_teacher():
