@@ -29,7 +29,7 @@ def training(config: DictConfig) -> None:
     import torch
 
     from eaglelab.training.cost import Shape, cost_table, measure
-    from eaglelab.training.versus import contest, contest_table, growth, growth_table, quantities
+    from eaglelab.training.versus import contest, contest_table, growth, growth_table, points_for, quantities
     from eaglelab.variants import VARIANTS
 
     variants = [config.variants] if isinstance(config.variants, str) else list(config.variants)
@@ -42,8 +42,10 @@ def training(config: DictConfig) -> None:
     growing = [config.growth] if isinstance(config.growth, str) else list(config.growth)
     if unknown := [over for over in growing if over not in config.points]:
         raise ValueError(f"growth={unknown[0]!r} is not one of {', '.join(config.points)}")
-    if short := [over for over in growing if len(config.points[over]) < 3]:
-        raise ValueError(f"points.{short[0]}={list(config.points[short[0]])}: an exponent takes three points")
+    curves = [(over, name) for over in growing for name in variants if over in quantities(name)]
+    if unmeasured := set(growing).difference(over for over, _ in curves):
+        raise ValueError(f"growth={min(unmeasured)!r} is no quantity of {', '.join(variants)}; choose other variants")
+    points = {curve: points_for(curve[1], curve[0], list(config.points[curve[0]])) for curve in curves}
     out, shape = None if config.out is None else writable(config.out), Shape(**config.shape)
     settings: dict[str, Any] = {name: OmegaConf.to_container(config.settings[name]) for name in variants}
     found: dict[str, list[dict[str, Any]]] = {}
@@ -57,12 +59,10 @@ def training(config: DictConfig) -> None:
         ]
         print(contest_table(contests), flush=True)
         found["literal"] = [one.to_dict() for one in contests]
-    for over in growing:
-        for name in variants:
-            if over in quantities(name):
-                curve = growth(name, shape, settings[name], over, list(config.points[over]), device=config.device)
-                print(growth_table(curve), flush=True)
-                found.setdefault("growth", []).append(curve.to_dict())
+    for over, name in curves:
+        curve = growth(name, shape, settings[name], over, points[over, name], device=config.device)
+        print(growth_table(curve), flush=True)
+        found.setdefault("growth", []).append(curve.to_dict())
     if out is not None:
         out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 

@@ -92,7 +92,11 @@ class Run:
 
 
 def decode_run(engine: Engine, prompts: Sequence[Sequence[int]], max_new_tokens: int, batch: int = 1) -> Run:
-    """Decode prompts greedily, `batch` at a time and each group to its end, and look where the time goes."""
+    """Decode prompts greedily, `batch` at a time and each group to its end, and look where the time goes.
+
+    Raises:
+        ValueError: there was no round to measure, or what `Engine.start` says about the prompts.
+    """
     target, drafter, run = engine.target, engine.drafter, Run()
     for first in range(0, len(prompts), batch):
         began = time.perf_counter()
@@ -110,6 +114,10 @@ def decode_run(engine: Engine, prompts: Sequence[Sequence[int]], max_new_tokens:
         run.whole += ended - began
         run.target += in_target.seconds
         run.drafter += in_drafter.seconds
+    if not run.rounds:
+        raise ValueError(
+            "every answer ends with its first token, so there is no round to measure: raise max_new_tokens"
+        )
     run.all_tokens += run.tokens
     return run
 
@@ -212,7 +220,7 @@ def measure_decoding(
         repetitions: runs of each way that count.
 
     Raises:
-        ValueError: no trees, no prompts, or fewer than one repetition.
+        ValueError: no trees, no prompts, fewer than one repetition, or answers of one token.
     """
     if not trees or not prompts or repetitions < 1:
         raise ValueError("measure at least one tree on one prompt in one repetition")

@@ -70,6 +70,7 @@ def _hass(module: HassModule, view: View) -> Tensor:
     _require(contract.alignment == "masked", "alignment")
     _require(contract.detach, "detach")
     _require(not contract.renormalise_top_k, "renormalise_top_k")
+    _require(not contract.eagle_share, "eagle_share")
     _require(contract.labels == "soft", "labels")
     network, loss = module.network, torch.zeros((), device=view.taps_BRF.device)
     states = [module.noisy(network.fuse(view.taps_BRF), view)]

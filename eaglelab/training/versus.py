@@ -21,6 +21,8 @@ from eaglelab.training.work import Work, copy_bytes, matmul_flops
 from eaglelab.variants import VARIANTS, DraftingModule, OptimConfig, View
 
 IMPLEMENTATIONS = ("shipped", "literal")
+MOST_PASSES = 5
+"""Of HASS."""
 Settings = dict[str, Any]
 
 
@@ -187,9 +189,23 @@ class Growth:
 
 
 def quantities(variant: str) -> tuple[str, ...]:
-    """What a variant's step can be measured over; HASS's ``steps`` are its passes, at most five."""
+    """What a variant's step can be measured over; HASS's ``steps`` are its passes."""
     own = {"hass": ("steps",), "eagle3": ("steps", "draft_vocab_size")}
     return ("length", "vocab_size", *own.get(variant, ()))
+
+
+def points_for(variant: str, over: str, points: Sequence[int]) -> list[int]:
+    """The points that a variant can be measured at.
+
+    Raises:
+        ValueError: fewer than three, too few for an exponent.
+    """
+    most = MOST_PASSES if (variant, over) == ("hass", "steps") else math.inf
+    found = [x for x in dict.fromkeys(points) if x <= most]
+    if len(found) < 3:
+        limit = "" if most == math.inf else f" up to {most}"
+        raise ValueError(f"points.{over}={list(points)}: an exponent takes three points{limit} for {variant}")
+    return found
 
 
 def growth(
@@ -199,8 +215,11 @@ def growth(
 
     Args:
         over: one of :func:`quantities`.
+
+    Raises:
+        ValueError: see :func:`points_for`.
     """
-    points = [x for x in points if (variant, over) != ("hass", "steps") or x <= 5]
+    points = points_for(variant, over, points)
     seconds, peak = [], []
     for point in points:
         at, changed = shape, dict(settings)

@@ -59,6 +59,8 @@ def test_bad_input_ends_in_one_message(tmp_path):
         (["variants=[egale]"], "variants='egale' is not one of"),
         (["steps=0"], "steps=0"),
         (["growth=depth"], "growth='depth'"),
+        (["growth=steps", "variants=eagle"], "is no quantity of eagle"),
+        (["growth=steps", "variants=hass", "points.steps=[4,5,6,7]"], "three points up to 5 for hass"),
     ):
         done = run("bench", *arguments, cwd=tmp_path, check=False)
         assert done.returncode == 1

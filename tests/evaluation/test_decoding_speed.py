@@ -75,6 +75,11 @@ def engine():
     return Engine(target, network_drafter(target, "feature"), DynamicTree(2, 3, 5))
 
 
+def test_answers_of_one_token_have_no_round_to_measure(engine):
+    with pytest.raises(ValueError, match="raise max_new_tokens"):
+        decode_run(engine, PROMPTS, 1)
+
+
 def test_a_run_counts_what_the_engine_publishes(engine):
     results = engine.generate(PROMPTS, max_new_tokens=9)
     for batch in (1, 2):
