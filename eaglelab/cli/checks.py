@@ -15,13 +15,17 @@ from omegaconf import DictConfig, OmegaConf
 
 from eaglelab.cli.config import config_dir
 
-NUMBERS = {
-    "answers", "clip_norm", "clip_value", "conversation_tokens", "data_tokens", "device_gib", "draft_vocab_size",
-    "eagle_share", "head_dim", "hidden_size", "intermediate_size", "limit", "max_positions", "num_attention_heads",
-    "num_heads", "num_key_value_heads", "num_layers", "rms_norm_eps", "row_length", "top_k", "total_steps", "val_limit",
-    "vocab_size",
+FRACTIONS = {
+    "answers", "clip_norm", "clip_value", "conversation_tokens", "data_tokens", "device_gib", "eagle_share",
+    "rms_norm_eps",
 }  # fmt: skip
 """Settings whose default is null and whose values are numbers."""
+WHOLE = {
+    "draft_vocab_size", "head_dim", "hidden_size", "intermediate_size", "limit", "max_position_embeddings",
+    "max_positions", "num_attention_heads", "num_heads", "num_key_value_heads", "num_layers", "row_length", "top_k",
+    "total_steps", "val_limit", "vocab_size",
+}  # fmt: skip
+"""Settings whose default is null and whose values are whole numbers."""
 LISTS = {"betas", "budgets", "floors", "ids", "paths", "pass_weights", "stages", "taps", "trust", "widths"}
 """Settings whose default may be null and whose values are lists, or the file that holds one."""
 SHARES = {"warmup_steps", "timeout"}
@@ -87,12 +91,13 @@ def _check(name: str, default: Any, value: Any) -> None:
     if isinstance(default, bool):
         if not isinstance(value, bool):
             raise ValueError(f"{name}={value} is no switch; use true or false")
-    elif isinstance(default, int | float) or (default is None and word in NUMBERS):
+    elif isinstance(default, int | float) or (default is None and word in FRACTIONS | WHOLE):
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(f"{name}={value} is no number; its default is {'null' if default is None else default}")
         if not math.isfinite(value):
             raise ValueError(f"{name}={value} cannot be used; give a finite number")
-        if isinstance(default, int) and not isinstance(value, int) and word not in SHARES:
+        whole = word in WHOLE if default is None else isinstance(default, int) and word not in SHARES
+        if whole and not isinstance(value, int):
             raise ValueError(f"{name}={value} must be a whole number")
     elif word in LISTS and isinstance(value, int | float | bool):
         raise ValueError(f"{name}={value} must be a list, such as {name}=[{value}]")

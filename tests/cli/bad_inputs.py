@@ -78,6 +78,7 @@ TABLE: list[tuple[str, str, str]] = [
     (_TRAIN + "+variant.foo=1", "no setting variant.foo", "leave it out"),
     (_TRAIN + "+trainer.foo=1", "no setting trainer.foo", "leave it out"),
     (_TRAIN + "data.batch_size=two", "data.batch_size=two is no number", "default"),
+    (_TRAIN + "variant=eagle3 variant.draft_vocab_size=40.5", "variant.draft_vocab_size=40.5", "whole number"),
     (_TRAIN + "data.packing=perhaps", "data.packing=perhaps", "true or false"),
     (_TRAIN + "deterministic=maybe", "deterministic=maybe", "true or false"),
     (_TRAIN + "optim.lr=nan", "optim.lr=nan", "finite"),
