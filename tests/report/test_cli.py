@@ -39,7 +39,7 @@ def test_trees(measured, tmp_path):
         ),
         (["trees=.", "ids=[1]"], "error: trees=.: no rounds.parquet"),
         (["trees=a.csv"], "error: a.csv: records are read from .jsonl and .parquet"),
-        (["answers=many", "compare=nothing"], "error: answers=many: give a whole number from 0 on"),
+        (["answers=many", "compare=nothing"], "error: answers=many is no number; its default is 3"),
         (["max_rounds=0", "trees=."], "error: max_rounds=0: give a whole number from 1 on"),
     ],
 )
