@@ -43,10 +43,6 @@ class NeededRows:
     lands_MS: Tensor
     spans: tuple[list[int], list[int]]
 
-    def pick(self, x_BR: Tensor) -> Tensor:
-        """[B, R, ...] -> [B, U, ...]."""
-        return pick(x_BR, self.slot_BU)
-
     def to(self, device: torch.device | str, non_blocking: bool = False) -> NeededRows:
         """A copy on ``device``."""
         parts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

@@ -13,6 +13,8 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -116,18 +118,28 @@ class StepCost:
 def measure(variant: str, shape: Shape, settings: dict[str, Any] | None = None, *, steps: int = 5) -> StepCost:
     """Measure in fresh processes, so that one variant's memory is not another's."""
     job = (variant, shape, settings or {}, steps, torch.get_num_threads())
-    seconds, resident, split = _in_fresh_process(_measure_time, job)
-    peak = _in_fresh_process(_measure_peak, job, _return_freed_blocks)
+    seconds, resident, split = in_fresh_process(_measure_time, job)
+    peak = in_fresh_process(_measure_peak, job, return_freed_blocks)
     low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive") if steps > 1 else seconds * 3
     return StepCost(variant, job[2], shape, middle, low, high, peak, resident, split)
 
 
-def _in_fresh_process(work: Callable[..., Any], job: tuple[Any, ...], start: Callable[[], None] | None = None) -> Any:
-    with multiprocessing.get_context("spawn").Pool(1, start) as pool:
-        return pool.apply(work, job)
+def in_fresh_process(work: Callable[..., Any], job: tuple[Any, ...], start: Callable[[], None] | None = None) -> Any:
+    """``work(*job)`` in a new process, behind ``start()``.
+
+    Raises:
+        ValueError: the process was ended from outside, as the system does when memory runs out.
+    """
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), start) as pool:
+        try:
+            return pool.submit(work, *job).result()
+        except BrokenProcessPool:
+            raise ValueError(
+                "a measuring process was killed, most likely for want of memory; use a smaller shape"
+            ) from None
 
 
-def _return_freed_blocks() -> None:
+def return_freed_blocks() -> None:
     """From now on blocks of 64 KiB and more leave the process when they are freed (with glibc; else as before)."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
@@ -137,12 +149,12 @@ def _return_freed_blocks() -> None:
 def _measure_time(*job: Any) -> tuple[list[float], float, dict[str, float]]:
     step, steps = _prepare(*job)
     seconds: list[float] = []
-    resident = _peak_mib(lambda: seconds.extend(step() for _ in range(steps)))
+    resident = peak_mib(lambda: seconds.extend(step() for _ in range(steps)))
     return seconds, resident, _split(step)
 
 
 def _measure_peak(*job: Any) -> float:
-    return _peak_mib(_prepare(*job)[0])
+    return peak_mib(_prepare(*job)[0])
 
 
 def _prepare(variant: str, shape: Shape, settings: dict[str, Any], steps: int, threads: int) -> tuple[Step, int]:
@@ -155,7 +167,7 @@ def _prepare(variant: str, shape: Shape, settings: dict[str, Any], steps: int, t
     return functools.partial(_step, module, optimizer, shape.make_batch()), steps
 
 
-def _peak_mib(work: Callable[[], object]) -> float:
+def peak_mib(work: Callable[[], object]) -> float:
     """Highest resident memory during ``work`` above what was resident before."""
     before = _resident_mib("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew

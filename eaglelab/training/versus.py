@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from eaglelab.evaluation.alternation import Spread, alternate, ratio
-from eaglelab.training.cost import Shape, _in_fresh_process, _peak_mib, _return_freed_blocks
+from eaglelab.training.cost import Shape, in_fresh_process, peak_mib, return_freed_blocks
 from eaglelab.training.literal import literal_loss
 from eaglelab.training.work import Work, copy_bytes, matmul_flops
 from eaglelab.variants import VARIANTS, DraftingModule, OptimConfig, View
@@ -74,8 +74,8 @@ def contest(
 ) -> Contest:
     """Measure both implementations of a variant's step, alternated, on ``device``."""
     job = (variant, shape, settings or {}, torch.get_num_threads(), device)
-    seconds, work, rates = _in_fresh_process(_measure_seconds, (*job, repetitions))
-    peak = {name: _in_fresh_process(_measure_peak, (*job, name), _return_freed_blocks) for name in IMPLEMENTATIONS}
+    seconds, work, rates = in_fresh_process(_measure_seconds, (*job, repetitions))
+    peak = {name: in_fresh_process(_measure_peak, (*job, name), return_freed_blocks) for name in IMPLEMENTATIONS}
     return Contest(
         variant,
         settings or {},
@@ -125,7 +125,7 @@ def _measure_peak(variant: str, shape: Shape, settings: Settings, threads: int, 
         step(View.of(batch, module.target, module.taps), name)
 
     if device == "cpu":
-        return _peak_mib(work)
+        return peak_mib(work)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     work()
@@ -228,8 +228,8 @@ def growth(
         else:
             changed["passes" if (variant, over) == ("hass", "steps") else over] = point
         job = (variant, at, changed, torch.get_num_threads(), device)
-        seconds.append(_in_fresh_process(_shipped_seconds, job))
-        peak.append(_in_fresh_process(_measure_peak, (*job, "shipped"), _return_freed_blocks))
+        seconds.append(in_fresh_process(_shipped_seconds, job))
+        peak.append(in_fresh_process(_measure_peak, (*job, "shipped"), return_freed_blocks))
     return Growth(variant, over, points, seconds, peak)
 
 

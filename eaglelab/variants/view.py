@@ -73,8 +73,8 @@ class View:
         return lambda teacher: self.teacher_logits(teacher)[..., ids_K]
 
     def of_needed(self, needed: NeededRows) -> View:
-        """The same view of the needed rows only."""
-        return dataclasses.replace(self, rows=needed.rows, taps_BRF=needed.pick(self.taps_BRF))
+        """The same view of the needed rows only, without taps: those are fused for all rows."""
+        return dataclasses.replace(self, rows=needed.rows, taps_BRF=self.taps_BRF[:, :0])
 
     def label(self, step: int = 0) -> Tensor:
         """int64 [B, R], the data's token ``x_{t+2+step}``, which the logits are for; rows must reach that far."""

@@ -2,10 +2,11 @@
 
 import dataclasses
 import json
+import os
 
 import pytest
 
-from eaglelab.training.cost import Shape, measure
+from eaglelab.training.cost import Shape, in_fresh_process, measure
 from eaglelab.training.versus import exponent
 from tests.cli.conftest import run
 
@@ -52,6 +53,11 @@ def test_bench_beside_the_literal_implementation_and_over_length(tmp_path):
 def test_an_exponent_is_the_slope_of_the_logarithms():
     assert exponent([2, 4, 8], [12.0, 48.0, 192.0]) == pytest.approx(2)
     assert exponent([1, 3, 7], [5.0, 5.0, 5.0]) == pytest.approx(0)
+
+
+def test_a_measuring_process_that_is_killed_is_told():
+    with pytest.raises(ValueError, match="use a smaller shape"):
+        in_fresh_process(os._exit, (9,))
 
 
 def test_bad_input_ends_in_one_message(tmp_path):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from eaglelab.data.packing import PackedRow, collate
-from eaglelab.training.cost import Shape, _in_fresh_process, _measure_peak, _return_freed_blocks
+from eaglelab.training.cost import Shape, _measure_peak, in_fresh_process, return_freed_blocks
 
 NARROW = Shape(hidden_size=64, intermediate_size=128, num_layers=7, num_heads=2, vocab_size=256, batch=1)
 VARIANTS: list[tuple[str, dict[str, Any]]] = [("eagle", {}), ("hass", {"passes": 2}), ("eagle3", {"steps": 2})]
@@ -17,7 +17,7 @@ SEGMENT = 600
 def peak(variant: str, settings: dict[str, Any], length: int, segment: int) -> float:
     """MiB of one training step, in a process of its own."""
     shape = dataclasses.replace(NARROW, length=length, segments=max(1, length // segment))
-    return _in_fresh_process(_measure_peak, (variant, shape, settings, 1, 1), _return_freed_blocks)
+    return in_fresh_process(_measure_peak, (variant, shape, settings, 1, 1), return_freed_blocks)
 
 
 @pytest.mark.slow

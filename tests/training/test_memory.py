@@ -13,7 +13,7 @@ from eaglelab.data.rows import compile_rows
 from eaglelab.drafters import RolloutContext
 from eaglelab.target.shape import TargetShape
 from eaglelab.training.activations import Numerics, kept
-from eaglelab.training.cost import Shape, _in_fresh_process, _measure_peak, _return_freed_blocks
+from eaglelab.training.cost import Shape, _measure_peak, in_fresh_process, return_freed_blocks
 from eaglelab.training.flops import Load
 from eaglelab.training.memory import Memory, Placement, drafter_parameters, step_memory
 from eaglelab.variants import DraftingModule, OptimConfig, View
@@ -130,7 +130,7 @@ def test_planned_peak_is_the_measured_one(variant: str, settings: dict[str, Any]
     optim = OptimConfig(lr=1e-4)
     memory = planned(build(variant, dataclasses.replace(shape, batch=1, length=64), settings, optim), shape, optim)
     moving = memory.peak - memory.target - memory.drafter - memory.optimizer
-    measured = _in_fresh_process(_measure_peak, (variant, shape, settings, 1, 1), _return_freed_blocks)
+    measured = in_fresh_process(_measure_peak, (variant, shape, settings, 1, 1), return_freed_blocks)
     assert moving / MEBIBYTE == pytest.approx(measured, rel=0.08)
 
 
