@@ -74,7 +74,7 @@ def unpublished_counted() -> None:
     Request.admit = lambda self, candidates: dataclasses.replace(admit(self, candidates), accepted=len(candidates) - 1)
 
 
-@mutant("logits of a padding row for a short prompt", BATCHES + "[chain-greedy]")
+@mutant("logits of a padding row for a short prompt", BATCHES + "[chain-sampled]")
 def padding_row_answers() -> None:
     from eaglelab.decoding import engine
 
