@@ -89,12 +89,17 @@ class DraftingModule(L.LightningModule, ABC):
         answer_counts: how often each target id occurs in the answers of the training split, [V]; asked for only by
             variants with a reduced draft vocabulary.
         switches: fields of ``contract_type``, recorded in the manifest.
+
+    Raises:
+        ValueError: a setting out of its range, or of another variant, with the way out.
     """
 
     variant: ClassVar[str]
     contract_type: ClassVar[type[Contract]] = Contract
     contract: Contract
     taps: tuple[Tap, ...] = ("final",)
+    has_steps: ClassVar[bool] = False
+    """Whether a loss keeps several rollout steps until its backward."""
 
     def __init__(
         self,
@@ -117,6 +122,10 @@ class DraftingModule(L.LightningModule, ABC):
         self.source: FeatureSource = OnlineFeatures(target) if source is None else source
         self.optim = optim
         self.seed = seed
+        if checkpoint_steps and not self.has_steps:
+            raise ValueError(
+                f"checkpoint_steps=true does nothing for {self.variant}, which keeps one pass at a time; leave it out"
+            )
         self.checkpoint_steps = checkpoint_steps
         self.answer_counts = answer_counts
         self.draft_vocabulary: DraftVocabulary | None = None

@@ -84,6 +84,7 @@ class Eagle3Module(DraftingModule):
     """
 
     variant = "eagle3"
+    has_steps = True
     contract_type = Eagle3Contract
     contract: Eagle3Contract
 
