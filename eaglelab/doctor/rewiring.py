@@ -12,11 +12,10 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from eaglelab.data.needed import pick
 from eaglelab.drafters import DraftNetwork, FeatureDrafter, FusedDrafter, Head
 from eaglelab.drafters.config import Recurrence
 from eaglelab.drafters.fused import FusedLayer
-from eaglelab.drafters.layers import Attend, DraftAttention, Rotary
+from eaglelab.drafters.layers import DraftAttention, Rotary
 from eaglelab.target import FrozenTarget
 
 
@@ -77,18 +76,8 @@ def normed_residual(network: DraftNetwork) -> None:
 
 
 class _NormedResidual(FusedLayer):
-    def forward(
-        self,
-        h_BNd: Tensor,
-        e_BNd: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        attend: Attend,
-        slot_BU: Tensor | None = None,
-    ) -> Tensor:
-        mixed_BUd = self.self_attn(self.attention_input(h_BNd, e_BNd), cos, sin, attend, slot_BU)
-        h_BUd = self.hidden_norm(pick(h_BNd, slot_BU)) + mixed_BUd
-        return h_BUd + self.mlp(self.post_attention_layernorm(h_BUd))
+    def residual(self, h_BUd: Tensor) -> Tensor:
+        return self.hidden_norm(h_BUd)
 
 
 def other_recurrence(network: DraftNetwork) -> None:

@@ -40,8 +40,12 @@ class FusedLayer(nn.Module):
         slot_BU: Tensor | None = None,
     ) -> Tensor:
         read_BNi = self.attention_input(h_BNd, e_BNd)
-        h_BUd = pick(h_BNd, slot_BU) + self.self_attn(read_BNi, cos, sin, attend, slot_BU)
+        h_BUd = self.residual(pick(h_BNd, slot_BU)) + self.self_attn(read_BNi, cos, sin, attend, slot_BU)
         return h_BUd + self.mlp(self.post_attention_layernorm(h_BUd))
+
+    def residual(self, h_BUd: Tensor) -> Tensor:
+        """What attention is added to: the state itself."""
+        return h_BUd
 
     def attention_input(self, h_BNd: Tensor, e_BNd: Tensor) -> Tensor:
         """[norm(e); norm(h)], 2d wide."""
