@@ -274,7 +274,7 @@ def speed_table(speed: DecodingSpeed) -> str:
         "",
         f"plain decoding {_tokens_per_s(plain).median:.0f} tokens/s, outside the target "
         f"{Spread.of([run.overhead for run in plain]).median:.1%} of a step",
-        f"plain decoding over model.generate {_told(_over_generate(plain, speed.runs['generate']))}",
+        f"plain decoding over model.generate {_over_generate(plain, speed.runs['generate']).times()}",
         "",
         f"{'tree':<24}{'tau':>6}{'tokens/s':>10}  {'speed-up over plain':<24}{'target':>8}{'drafter':>9}{'outside':>9}",
         "-" * 90,
@@ -282,7 +282,7 @@ def speed_table(speed: DecodingSpeed) -> str:
     for name in speed.trees:
         runs, split = speed.runs[name], _split(speed.runs[name])
         lines.append(
-            f"{name:<24}{runs[0].tau:>6.2f}{_tokens_per_s(runs).median:>10.0f}  {_told(_speedup(runs, plain)):<24}"
+            f"{name:<24}{runs[0].tau:>6.2f}{_tokens_per_s(runs).median:>10.0f}  {_speedup(runs, plain).times():<24}"
             f"{split['target'].median:>8.1%}{split['drafter'].median:>9.1%}{split['overhead'].median:>9.1%}"
         )
     for size, seconds in speed.batches.items():
@@ -290,13 +290,9 @@ def speed_table(speed: DecodingSpeed) -> str:
             lines += [
                 "",
                 f"tau of {speed.batch_prompts} prompts, {speed.batch_tree}: batch {size} over batch 1 "
-                f"{_told(ratio(speed.batches[1], seconds))}",
+                f"{ratio(speed.batches[1], seconds).times()}",
             ]
     return "\n".join(lines)
-
-
-def _told(spread: Spread) -> str:
-    return f"{spread.median:.2f}x ({spread.low:.2f} to {spread.high:.2f})"
 
 
 def _tokens_per_s(runs: Sequence[Run]) -> Spread:

@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import multiprocessing
 import os
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 
 from eaglelab.data import Batch, compile_rows
+from eaglelab.evaluation.alternation import Spread
 from eaglelab.target import FrozenTarget
 from eaglelab.variants import VARIANTS, DraftingModule, OptimConfig, View
 
@@ -120,8 +120,8 @@ def measure(variant: str, shape: Shape, settings: dict[str, Any] | None = None, 
     job = (variant, shape, settings or {}, steps, torch.get_num_threads())
     seconds, resident, split = in_fresh_process(_measure_time, job)
     peak = in_fresh_process(_measure_peak, job, return_freed_blocks)
-    low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive") if steps > 1 else seconds * 3
-    return StepCost(variant, job[2], shape, middle, low, high, peak, resident, split)
+    spread = Spread.of(seconds)
+    return StepCost(variant, job[2], shape, spread.median, spread.low, spread.high, peak, resident, split)
 
 
 def in_fresh_process(work: Callable[..., Any], job: tuple[Any, ...], start: Callable[[], None] | None = None) -> Any:
@@ -159,12 +159,16 @@ def _measure_peak(*job: Any) -> float:
 
 def _prepare(variant: str, shape: Shape, settings: dict[str, Any], steps: int, threads: int) -> tuple[Step, int]:
     torch.set_num_threads(threads)
-    target = shape.target()
-    counts = torch.ones(shape.vocab_size)
-    module = VARIANTS[variant](target, OptimConfig(lr=1e-4), answer_counts=lambda: counts, **settings)
+    module = random_module(variant, shape, settings, lr=1e-4)
     optimizer, _ = module.optim.build(module.network.named_parameters(), steps)
     _step(module, optimizer, shape.make_batch(length=32))  # libraries, kernels, optimizer state
     return functools.partial(_step, module, optimizer, shape.make_batch()), steps
+
+
+def random_module(variant: str, shape: Shape, settings: dict[str, Any], *, lr: float) -> DraftingModule:
+    """The variant on the shape's random target; every token counts as often in the answers."""
+    counts_V = torch.ones(shape.vocab_size)
+    return VARIANTS[variant](shape.target(), OptimConfig(lr=lr), answer_counts=lambda: counts_V, **settings)
 
 
 def peak_mib(work: Callable[[], object]) -> float:

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from eaglelab.evaluation.alternation import Spread, alternate, ratio
-from eaglelab.training.cost import Shape, in_fresh_process, peak_mib, return_freed_blocks
+from eaglelab.training.cost import Shape, in_fresh_process, peak_mib, random_module, return_freed_blocks
 from eaglelab.training.literal import literal_loss
 from eaglelab.training.work import Work, copy_bytes, matmul_flops
-from eaglelab.variants import VARIANTS, DraftingModule, OptimConfig, View
+from eaglelab.variants import DraftingModule, View
 
 IMPLEMENTATIONS = ("shipped", "literal")
 MOST_PASSES = 5
@@ -136,8 +136,7 @@ def _prepare(
     variant: str, shape: Shape, settings: Settings, threads: int, device: str
 ) -> tuple[DraftingModule, Callable[[View, str], None]]:
     torch.set_num_threads(threads)
-    counts = torch.ones(shape.vocab_size)
-    module = VARIANTS[variant](shape.target(), OptimConfig(lr=1e-6), answer_counts=lambda: counts, **settings)
+    module = random_module(variant, shape, settings, lr=1e-6)
     module.to(device)
     module.target.to(device)
     optimizer, _ = module.optim.build(module.network.named_parameters(), 1)

@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ import torch
 from eaglelab.decoding import Drafter, DraftSeed, DynamicTree, Engine, FlatTree, Topology
 from eaglelab.decoding.state import DecodeState
 from eaglelab.decoding.verify import follow
+from eaglelab.evaluation.alternation import turns
 
 if TYPE_CHECKING:
     from eaglelab.target.frozen import FrozenTarget
@@ -120,15 +122,13 @@ def measure_costs(
     jobs: dict[tuple[str, int], Callable[[], None]] = {("verify", size): bench.verify(size) for size in rows}
     jobs |= {("root", 1): bench.grow(1, 1)}
     jobs |= {("level", width): bench.grow(width, 2) for width in widths}
-    found: dict[tuple[str, int], list[float]] = {job: [] for job in jobs}
-    for repetition in range(repetitions + 1):
-        for job in reversed(jobs) if repetition % 2 else jobs:
-            seconds = bench.time(jobs[job])
-            if repetition:
-                found[job].append(seconds)
+    passes: list[dict[tuple[str, int], float]] = []
+    for number, seconds in turns({name: partial(bench.time, job) for name, job in jobs.items()}, repetitions):
+        if number:
+            passes.append(seconds)
         if on_pass is not None:
             on_pass()
-    median = {job: statistics.median(times) for job, times in found.items()}
+    median = {name: statistics.median(seconds[name] for seconds in passes) for name in jobs}
     root = median["root", 1]
     return Costs(
         verify={size: median["verify", size] for size in rows},

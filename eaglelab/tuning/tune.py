@@ -258,10 +258,10 @@ def _measured_lines(tuning: Tuning) -> list[str]:
         title = f"{name}: {predicted.shape if predicted else tuning.default_tree.name}"
         tau, times = (f"{predicted.tau:.2f}", f"{predicted.speedup:.2f}x") if predicted else ("-", "-")
         speed = statistics.median(run.tokens / run.decode for run in runs)
-        spread = f"{speedup.median:.2f}x ({speedup.low:.2f} to {speedup.high:.2f})"
+        spread = speedup.times()
         lines.append(f"{title:<32}{runs[0].tau:>6.2f}{tau:>11}{speed:>10.0f}  {spread:<24}{times:>9}")
     if (over := tuning.speedup("best", "default")) is not None:
-        lines.append(f"best over default {over.median:.2f}x ({over.low:.2f} to {over.high:.2f})")
+        lines.append(f"best over default {over.times()}")
     else:
         lines.append("the default is the best")
     return lines
