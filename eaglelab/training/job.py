@@ -227,11 +227,14 @@ def _resume_from(config: DictConfig, folder: RunFolder) -> str | None:
 def _validated(trainer: L.Trainer, module: DraftingModule, data: PackedDataModule) -> dict[str, float]:
     """What a validation of a training that is over logs."""
     trainer.validate(module, data, verbose=False)
+    return _logged(trainer)
+
+
+def _logged(trainer: L.Trainer) -> dict[str, float]:
     return {name: float(value) for name, value in trainer.logged_metrics.items()}
 
 
 def _figures(trainer: L.Trainer, module: DraftingModule, data: PackedDataModule) -> dict[str, Any]:
-    logged = {name: float(value) for name, value in trainer.logged_metrics.items()}
     return {
         "variant": module.variant,
         "optimizer_steps": trainer.global_step,
@@ -244,7 +247,7 @@ def _figures(trainer: L.Trainer, module: DraftingModule, data: PackedDataModule)
         "drafter_parameters": sum(p.numel() for p in module.network.parameters()),
         **module.report,
         "data": data.report.to_dict(),
-        "final": {name: value for name, value in logged.items() if not name.endswith("_step")},
+        "final": {name: value for name, value in _logged(trainer).items() if not name.endswith("_step")},
     }
 
 
