@@ -8,12 +8,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from eaglelab.cli.config import config_dir
+from eaglelab.cli.compose import compose_config
 
 FRACTIONS = {
     "answers", "clip_norm", "clip_value", "conversation_tokens", "data_tokens", "device_gib", "eagle_share",
@@ -47,7 +45,7 @@ def check_settings(config: DictConfig, config_name: str, missing_allowed: bool) 
     names = [name for name, equals, _ in (one.partition("=") for one in given) if equals and name not in choices]
     names = [name for name in names if not name.startswith(OTHERS_CHECK)]
     if names:
-        defaults = _compose(config_name, groups)
+        defaults = compose_config(config_name, groups)
         for name in names:
             _check(name, OmegaConf.select(defaults, name), OmegaConf.select(config, name))
     missing = sorted(OmegaConf.missing_keys(config))
@@ -77,7 +75,7 @@ def writable(path: str) -> Path:
 
 def settings_like(name: str, config_name: str) -> str | None:
     """The setting or group that a mistyped one was meant to be; None: nothing is near."""
-    known = list(_leaves(_compose(config_name, [])))
+    known = list(_leaves(compose_config(config_name, [])))
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
     if not near and "." not in name:
         near = [one for one in known if one.rpartition(".")[2] == name][:1]
@@ -101,18 +99,6 @@ def _check(name: str, default: Any, value: Any) -> None:
             raise ValueError(f"{name}={value} must be a whole number")
     elif word in LISTS and isinstance(value, int | float | bool):
         raise ValueError(f"{name}={value} must be a list, such as {name}=[{value}]")
-
-
-def _compose(config_name: str, groups: list[str]) -> DictConfig:
-    outer = GlobalHydra.instance().hydra
-    GlobalHydra.instance().clear()
-    try:
-        with initialize_config_dir(config_dir=config_dir(), job_name=config_name, version_base="1.3"):
-            return compose(config_name=config_name, overrides=groups)
-    finally:
-        GlobalHydra.instance().clear()
-        if outer is not None:
-            GlobalHydra.instance().initialize(outer)
 
 
 def _leaves(config: DictConfig, prefix: str = "") -> list[str]:

@@ -119,13 +119,18 @@ _UNWRITTEN = ("PytorchStreamWriter failed writing file", "No space left on devic
 
 
 def _one_line(error: BaseException) -> str:
-    """OmegaConf's details, the key once more and the type around it, stay out."""
+    """The cause alone."""
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"{error.filename}: {error.strerror}; choose another path"
     if not isinstance(error, OmegaConfBaseException):
         return str(error)
-    lines = str(error).splitlines()
-    return " ".join(line.strip() for line in lines if not line.strip().startswith(("full_key:", "object_type=")))
+    return _joined(str(error))
+
+
+def _joined(text: str) -> str:
+    """One line; OmegaConf's details, the key once more and the type around it, stay out."""
+    lines = (line.strip() for line in text.splitlines())
+    return " ".join(line for line in lines if line and not line.startswith(("full_key:", "object_type=")))
 
 
 def _composition(error: Exception, config_name: str) -> str:
@@ -145,9 +150,8 @@ def _composition(error: Exception, config_name: str) -> str:
         return f"there is no setting {name}; {hint}`eaglelab {verb} --help` lists them"
     cause = error.__cause__
     details = f"\n{cause}" if isinstance(cause, OmegaConfBaseException) else ""
-    lines = (text + details).partition("Config search path")[0].splitlines()
-    told = [line.strip() for line in lines if not line.strip().startswith(("full_key:", "object_type="))]
-    head, _, options = " ".join(filter(None, told)).partition("Available options in ")
+    told = _joined((text + details).partition("Config search path")[0])
+    head, _, options = told.partition("Available options in ")
     return f"{head.strip()}; available: {options.partition(':')[2].strip()}" if options else head
 
 
