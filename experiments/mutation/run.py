@@ -4,8 +4,8 @@ Change one operator, constant or statement of the source at a time and see wheth
 Mutants are drawn at random from all there are; a mutant that has a result in results/PACKAGE.json is not run again, and
 its result is dropped when its file changed. Survivors are printed last, each with its line before and after.
 
-A mutant counts as killed when a test fails or takes five minutes. Survivors that change nothing observable are listed,
-with the reason, in equivalent.json.
+A mutant counts as killed when a test fails, or when the tests take five times as long as without it, and five minutes.
+Survivors that change nothing observable are listed, with the reason, in equivalent.json.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import multiprocessing
 import os
 import random
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -177,7 +178,13 @@ def _work(path: str, text: str, tests: list[str]) -> None:
         os.dup2(silent, stream)
     if text:
         sys.meta_path.insert(0, _Loader(path, text))
-    sys.exit(int(pytest.main(["-x", "-p", "no:cacheprovider", *tests])))
+    sys.exit(int(pytest.main(["-x", "-p", "no:cacheprovider", *_slowest_last(tests)])))
+
+
+def _slowest_last(tests: list[str]) -> list[str]:
+    """The test files of folders; those that wait for a compiler come after all others."""
+    files = [str(f) for test in tests for f in (sorted(Path(test).glob("test_*.py")) or [test])]
+    return sorted(files, key=lambda file: "compile" in file)
 
 
 def outcome(path: str, text: str, tests: list[str], limit: float = 300) -> str:
@@ -206,10 +213,12 @@ def measure(package: str, sample: int, seed: int, parallel: int, again: bool) ->
     present = {(path, _digest(text)) for path, text in every}
     kept = [one for one in kept if (one["file"], one["digest"]) in present]
     waiting = [(path, text) for path, text in drawn if (path, _digest(text)) not in known]
+    began = time.monotonic()
     if waiting and outcome("", "", tests) != "survived":
         sys.exit(f"{package}: the tests fail without a mutant")
+    limit = max(300, 5 * (time.monotonic() - began))
     with ThreadPoolExecutor(parallel) as pool:
-        running = {pool.submit(outcome, path, text, tests): (path, text) for path, text in waiting}
+        running = {pool.submit(outcome, path, text, tests, limit): (path, text) for path, text in waiting}
         for number, future in enumerate(as_completed(running), 1):
             path, text = running[future]
             change = difference(sources[path], text)
