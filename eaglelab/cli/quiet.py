@@ -21,5 +21,6 @@ def quiet_libraries() -> None:
         r".*Total length of `list` across ranks is zero.*",  # a training without validation
         r".*exists and is not empty.*",  # a resumed run
         r".*recommended to use `self.log\(.*sync_dist=True.*",  # what is logged is summed over processes already
+        r".*Cannot dispatch to fused implementation.*",  # norms keep fp32 weights in mixed precision
     ):
         warnings.filterwarnings("ignore", message=pattern)

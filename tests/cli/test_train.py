@@ -135,6 +135,24 @@ def losses(folder) -> list[float]:
     return found
 
 
+@pytest.mark.parametrize("variant", ["hass", "eagle3"])
+def test_mixed_precision_trains_what_full_precision_does(variant, tmp_path):
+    """bfloat16 has 8 bits of mantissa: losses of the first steps agree to about a hundredth, weights stay fp32."""
+    job = [*SMALL, f"variant={variant}", "recipe=none", "trainer.max_steps=4", "trainer.log_every_n_steps=1"]
+    job += ["variant.noise=none"] if variant != "eagle3" else []
+    mixed = ["target.dtype=bfloat16", "trainer.precision=bf16-mixed", "hydra.run.dir=mixed"]
+    said = run_fresh("train", *job, *mixed, "logger=csv", cwd=tmp_path)
+    run("train", *job, "hydra.run.dir=full", "logger=csv", cwd=tmp_path)
+    assert "Warning" not in said.stderr
+    assert {value.dtype for value in weights(tmp_path / "mixed").values() if value.is_floating_point()} == {
+        torch.float32
+    }
+    found = losses(tmp_path / "mixed")
+    assert len(found) == 4
+    assert found == pytest.approx(losses(tmp_path / "full"), rel=0.02)
+    assert found != losses(tmp_path / "full")
+
+
 def test_a_run_goes_on_with_another_number_of_processes(tmp_path):
     """One process, two with a sharded target, one again: the same global batches, so the same losses as in one go."""
     constant = ["optim.name=adamw", "optim.schedule=constant", "optim.warmup_steps=0", "variant.noise=none"]
