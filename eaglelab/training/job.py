@@ -90,7 +90,8 @@ def train_once(
     finally:
         for one in stops:
             one.release()
-    interrupted = any(one.stopped for one in stops)
+    # who stops a training in its last step gets a whole one
+    interrupted = any(one.stopped for one in stops) and trainer.global_step < module.whole_steps
     figures = _figures(trainer, module, data) | {"interrupted": interrupted}
     if ckpt_path is not None and module.micro_step == resumed_at and not interrupted:
         figures["final"] |= _validated(trainer, module, data)

@@ -258,3 +258,19 @@ def test_a_signal_in_a_step_saves_and_is_told(number, tmp_path, monkeypatch):
     assert "ckpt_path=last" in done.stderr
     saved = torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True)
     assert saved["global_step"] == 2
+
+
+def test_a_signal_in_the_last_step_ends_a_whole_run(tmp_path, monkeypatch):
+    real = DraftingModule.training_step
+
+    def struck(self, batch, place):
+        if self.trainer.global_step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(self, batch, place)
+
+    monkeypatch.setattr(DraftingModule, "training_step", struck)
+    done = run("train", *SMALL, "trainer.max_steps=4", "logger=none", "hydra.run.dir=run", cwd=tmp_path)
+    assert "ckpt_path=last" not in done.stderr
+    figures = json.loads((tmp_path / "run" / "metrics.json").read_text())["training"]
+    assert (figures["optimizer_steps"], figures["interrupted"]) == (4, False)
+    assert 1 <= figures["final"]["val/tau"] <= 6
