@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from eaglelab.objectives import chunked_sum, distill, feature_noise, smooth_l1
+from eaglelab.objectives.chunked import chunk_rows
 from eaglelab.objectives.soft_targets import soft_cross_entropy
 
 
@@ -115,6 +116,22 @@ def test_gaussian_noise_and_none():
     noise = feature_noise((20_000,), "gaussian", scale=0.3, generator=torch.Generator().manual_seed(0))
     assert noise.std().item() == pytest.approx(0.3, rel=0.03)
     assert feature_noise((2, 2), "none") is None
+
+
+def test_a_scale_of_zero_is_noise_of_nothing():
+    assert feature_noise((3, 4), "paper_uniform", scale=0.0).abs().max() == 0
+
+
+@pytest.mark.parametrize("vocabulary", [8_192, 32_000, 49_152, 151_936])
+@pytest.mark.parametrize("steps", [1, 3, 7])
+def test_a_chunk_s_logits_fill_32_mib_or_are_the_least_rows_that_a_product_needs(vocabulary, steps):
+    rows, mib_of_row = chunk_rows(vocabulary, steps), steps * vocabulary * 4 / 2**20
+    assert rows * mib_of_row <= 32 or 256 <= rows * steps < 256 + steps
+    assert (rows + 1) * mib_of_row > 32
+
+
+def test_small_vocabularies_have_chunks_of_1024_rows():
+    assert chunk_rows(2_048) == chunk_rows(16) == 1024
 
 
 def test_noise_errors():
