@@ -23,8 +23,8 @@ def literal_soft_ce(predicted, teacher, weight):
 
 def test_smooth_l1_is_averaged_over_the_width_and_summed_over_rows():
     """A residual of 2.2 costs 1.7 at beta 1, one of 0.5 costs 0.125."""
-    rows = smooth_l1(torch.tensor([[2.2, 0.5], [0.0, -2.2]]), torch.zeros(2, 2))
-    assert rows == pytest.approx((1.7 + 0.125 + 1.7) / 2)
+    rows = smooth_l1(torch.tensor([[2.2, 0.5], [0.0, -2.2], [-0.5, 0.0]]), torch.zeros(3, 2))
+    assert rows == pytest.approx((1.7 + 0.125 + 1.7 + 0.125) / 2)
     assert smooth_l1(torch.tensor([[2.2]]), torch.zeros(1, 1), beta=4.0) == pytest.approx(2.2**2 / 8)
 
 
