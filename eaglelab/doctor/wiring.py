@@ -59,15 +59,14 @@ class Wiring:
         """What a drafter sees of one conversation under this wiring."""
         tapped_BSF = torch.cat([_shifted(streams[tap], self.feature_shift) for tap in self.taps], dim=-1)
         rows = batch.rows
-        view = WiredView(rows, batch.tokens_BS, rows.gather(tapped_BSF), streams[FINAL], target)
-        view.wiring = self
-        return view
+        return WiredView(rows, batch.tokens_BS, rows.gather(tapped_BSF), streams[FINAL], target, wiring=self)
 
 
+@dataclasses.dataclass
 class WiredView(View):
     """A view with other addresses for tokens and positions."""
 
-    wiring: Wiring
+    wiring: Wiring = dataclasses.field(kw_only=True)
 
     def embedding(self, step: int = 0) -> Tensor:
         ids_BR = self.rows.gather(self.tokens_BS, 1 + step + self.wiring.token_shift)

@@ -11,7 +11,7 @@ WORK=$(mkdir -p "$3" && cd "$3" && pwd)
 HERE=$(cd "$(dirname "$0")" && pwd)
 ROOT=$(cd "$HERE/../.." && pwd)
 PYTHON=${PYTHON:-$ROOT/.venv/bin/python}
-QUESTIONS=${QUESTIONS:-600} INSTRUCTIONS=${INSTRUCTIONS:-900} STEPS=${STEPS:-1500} LR=${LR:-2e-3}
+QUESTIONS=${QUESTIONS:-600} INSTRUCTIONS=${INSTRUCTIONS:-500} STEPS=${STEPS:-700} LR=${LR:-3e-3}
 eaglelab() { "$PYTHON" -m eaglelab.cli.main "$@"; }
 cd "$ROOT"
 
@@ -30,5 +30,5 @@ eaglelab cache variant=eagle3 variant.draft_vocab_size=8192 target=hf target.sou
 eaglelab compare out="$WORK/comparison" variants=[eagle,hass,eagle3] \
     recipes="{eagle: ['variant=eagle', 'recipe=none', 'variant.drafter.fc_bias=false'], hass: ['variant=hass', 'recipe=none', 'variant.drafter.fc_bias=false'], eagle3: ['variant=eagle3', 'recipe=none', 'variant.draft_vocab_size=8192', 'variant.head_init=target_rows']}" \
     train="['target=hf', 'target.source=$WORK/target', 'target.dtype=bfloat16', 'trainer.precision=bf16-mixed', 'features=store', 'features.path=$WORK/store', 'data.batch_size=1', 'optim.lr=$LR']" \
-    budget.unit=steps budget.value="$STEPS" suites="${SUITES:-[gsm8k,alpaca,mt_bench]}" turns=first limit="${LIMIT:-8}" \
+    budget.unit=steps budget.value="$STEPS" suites="${SUITES:-[gsm8k,alpaca,mt_bench]}" turns=first limit="${LIMIT:-6}" \
     max_new_tokens=64 trees=[chain,dynamic] temperatures=[0] batches=[1]

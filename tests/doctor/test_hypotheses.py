@@ -109,6 +109,17 @@ def test_positions_of_draft_steps(target, name, by_step):
     assert [int(view.position(step)[0, 4]) - 4 for step in range(3)] == by_step
 
 
+def test_the_rows_of_a_wired_view_can_be_exchanged(target):
+    """As HASS does, which notes on them which rows are needed."""
+    one = drafter(target, "eagle")
+    batch = conversation_batch(TOKENS, 1)
+    for name in ("token_late", "positions_stay"):
+        view = wiring_of(one, name).view(batch, target, read_streams(target, batch, {"final"}))
+        other = dataclasses.replace(view, rows=batch.rows)
+        assert other.embedding(1).equal(view.embedding(1))
+        assert other.position(1).equal(view.position(1))
+
+
 def test_the_stream_behind_the_last_layer_is_what_the_final_norm_reads(target):
     streams = read_streams(target, conversation_batch(TOKENS, 1), {LAST_STREAM, 7})
     assert target.final_norm(streams[LAST_STREAM]).equal(streams["final"])
