@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers import LlamaConfig
+from transformers import Gemma3TextConfig, GPTNeoXConfig, LlamaConfig
 
 from eaglelab.drafters import DrafterConfig, FeatureDrafter, RolloutContext
 from eaglelab.objectives import distill, smooth_l1
@@ -82,3 +82,17 @@ def test_rope_base_comes_from_the_target_everywhere():
     angle = 3 * 500_000.0 ** (-torch.arange(0, 4, 2) / 4)
     torch.testing.assert_close(network.rotary.cos_PD[3, :2], angle.cos())
     assert network.config.to_llama().rope_parameters["rope_theta"] == 500_000.0
+
+
+def test_targets_that_rotate_a_part_of_each_head_leave_the_drafter_a_whole_rotation():
+    """What is served is a Llama layer, which rotates all of a head; and windows have a base of their own."""
+    part = GPTNeoXConfig(hidden_size=16, num_attention_heads=2, vocab_size=11)
+    assert part.rope_parameters["partial_rotary_factor"] < 1
+    network = FeatureDrafter(DrafterConfig.from_target(part))
+    assert "partial_rotary_factor" not in network.config.rope_parameters
+    cos, _ = network.rotary(torch.arange(3)[None])
+    assert cos.shape[-1] == network.config.head_dim == 8
+    layered = Gemma3TextConfig(hidden_size=16, num_attention_heads=2, num_key_value_heads=2, vocab_size=11)
+    base = layered.rope_parameters["full_attention"]["rope_theta"]
+    assert base != layered.rope_parameters["sliding_attention"]["rope_theta"]
+    assert DrafterConfig.from_target(layered).rope_parameters["rope_theta"] == base
