@@ -24,6 +24,10 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(q [B, H, U, D], k [B, G, N, D], v [B, G, N, D]) -> [B, H, U, D], rotary positions already applied."""
 
 
+Ask = Callable[[Tensor], Tensor]
+"""q [B, H, U, D] -> [B, H, U, D], over keys that are there already."""
+
+
 class Rotary(nn.Module):
     """cos and sin of every legal position, from the library's own rotary law."""
 
@@ -68,7 +72,11 @@ class DraftAttention(nn.Module):
         keys = self.keys(x_BNi, cos, sin)
         if slot_BU is not None:
             cos, sin = (pick(x_B1ND[:, 0], slot_BU)[:, None] for x_B1ND in (cos, sin))
-        out_BHUD = attend(rotate(self._heads(self.q_proj, pick(x_BNi, slot_BU)), cos, sin), *keys)
+        return self.ask(pick(x_BNi, slot_BU), cos, sin, lambda q_BHUD: attend(q_BHUD, *keys))
+
+    def ask(self, x_BUi: Tensor, cos: Tensor, sin: Tensor, attend: Ask) -> Tensor:
+        """[B, U, input_size] -> [B, U, d]: queries alone, of keys that the caller has already."""
+        out_BHUD = attend(rotate(self._heads(self.q_proj, x_BUi), cos, sin))
         return self.o_proj(rearrange(out_BHUD, "b h n c -> b n (h c)"))
 
     def keys(self, x_BNi: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
