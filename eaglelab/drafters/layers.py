@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -77,14 +76,14 @@ class DraftAttention(nn.Module):
     def ask(self, x_BUi: Tensor, cos: Tensor, sin: Tensor, attend: Ask) -> Tensor:
         """[B, U, input_size] -> [B, U, d]: queries alone, of keys that the caller has already."""
         out_BHUD = attend(rotate(self._heads(self.q_proj, x_BUi), cos, sin))
-        return self.o_proj(rearrange(out_BHUD, "b h n c -> b n (h c)"))
+        return self.o_proj(out_BHUD.transpose(1, 2).flatten(2))
 
     def keys(self, x_BNi: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Keys, with their positions, and values: [B, G, N, D] each."""
         return rotate(self._heads(self.k_proj, x_BNi), cos, sin), self._heads(self.v_proj, x_BNi)
 
     def _heads(self, project: nn.Linear, x_BNi: Tensor) -> Tensor:
-        return rearrange(project(x_BNi), "b n (h c) -> b h n c", c=self.head_dim)
+        return project(x_BNi).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
 
 def compile_parts(network: nn.Module) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from eaglelab.objectives.chunked import chunk_rows, chunked_sum
 from eaglelab.objectives.soft_targets import soft_cross_entropy
+from eaglelab.target.hot import largest
 
 Head = Callable[[Tensor], Tensor]
 
@@ -75,7 +76,7 @@ def distill(
         top_mK = None
         with torch.no_grad():
             q_mV = head(teacher_Md[piece]).float().softmax(-1)
-            best_m = q_mV.argmax(-1)
+            best_m = largest(q_mV)[1]
             if top_weight:
                 q_mK, id_mK = q_mV.topk(min(top_k, q_mV.shape[-1]), dim=-1)
                 top_mK = (q_mK / q_mK.sum(-1, keepdim=True) if renormalise else q_mK), id_mK
@@ -83,7 +84,7 @@ def distill(
                 q_mV.zero_().scatter_(-1, label_M[piece, None], 1.0)
         logit_mV = head(predicted_md).to(q_mV.dtype)
         with torch.no_grad():
-            hits_M[piece] = logit_mV.argmax(-1) == best_m
+            hits_M[piece] = largest(logit_mV)[1] == best_m
             drafted_mk = logit_mV.topk(min(recall_k, logit_mV.shape[-1]), dim=-1).indices
             recall.add_((drafted_mk == best_m[:, None]).any(-1).sum())
         weight_m1 = q_mV.new_full((len(q_mV), 1), soft_weight)
