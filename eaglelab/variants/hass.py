@@ -21,7 +21,7 @@ from torch import Tensor
 from eaglelab.data.needed import NeededRows, pick
 from eaglelab.drafters import FeatureDrafter, RolloutContext, SharedKeys, ShippedContext
 from eaglelab.drafters.shared import Read
-from eaglelab.objectives import NoiseLaw
+from eaglelab.objectives import NoiseLaw, Taught
 from eaglelab.variants.base import Pass
 from eaglelab.variants.contract import require_one_of
 from eaglelab.variants.eagle import EagleContract, EagleModule
@@ -124,7 +124,7 @@ class HassModule(EagleModule):
 
     def _joint_passes(self, view: View, needed: NeededRows) -> Iterator[Pass]:
         """One graph, and one context that every pass adds its keys to."""
-        roots, context = view.of_needed(needed), self._context(view, needed)
+        roots, context, taught = view.of_needed(needed), self._context(view, needed), list[Taught]()
         state_BUd = self.noisy(self.network.fuse(view.taps_BRF), view)
         for step in range(len(self.weights)):
             if step == 0:
@@ -132,11 +132,11 @@ class HassModule(EagleModule):
                 state_BUd = self.network(state_BUd, *where)
             else:
                 state_BUd = self.network(state_BUd, roots.embedding(step), roots.position(step), context.own)
-            yield self._loss(state_BUd, view, needed, step)
+            yield self._loss(state_BUd, view, needed, step, taught)
 
     def _separate_passes(self, view: View, needed: NeededRows) -> Iterator[Pass]:
         """Passes that share nothing but keys; the first state is of all rows, the others are of the needed ones."""
-        network, roots, older = self.network, view.of_needed(needed), list[SharedKeys]()
+        network, roots, older, taught = self.network, view.of_needed(needed), list[SharedKeys](), list[Taught]()
         assert isinstance(network, FeatureDrafter)
         maps, last = network.key_maps(), len(self.weights) - 1
         state_BRd = self.noisy(network.fuse(view.taps_BRF), view)
@@ -149,11 +149,11 @@ class HassModule(EagleModule):
             x_BUd = network.enter(_reader(roots, state_BUd, step))
             predicted_BUd = network.ask(x_BUd, roots.position(step), context.attend)
             state_BRd = predicted_BUd.detach()
-            yield self._loss(predicted_BUd, view, needed, step)
+            yield self._loss(predicted_BUd, view, needed, step, taught)
         del maps, keys, state_BUd, x_BUd, predicted_BUd  # the last pass holds most
         context = self._context(view, needed, older, last=True)
         x_BUd = network.enter(_reader(roots, state_BRd, last))
-        yield self._loss(network.behind(x_BUd, roots.position(last), context.own), view, needed, last)
+        yield self._loss(network.behind(x_BUd, roots.position(last), context.own), view, needed, last, taught)
 
     def _context(
         self, view: View, needed: NeededRows, older: Sequence[SharedKeys] = (), *, last: bool = False
@@ -166,10 +166,18 @@ class HassModule(EagleModule):
             (context.add_own if step else context.add_native)(*keys.read(last=last))
         return context
 
-    def _loss(self, predicted_BUd: Tensor, view: View, needed: NeededRows, step: int) -> Pass:
+    def _loss(self, predicted_BUd: Tensor, view: View, needed: NeededRows, step: int, taught: list[Taught]) -> Pass:
+        """The terms of a pass. Passes land on the same rows: what the first one looked up there serves all."""
         contract = self.contract
-        weight = 0.0 if self.is_eagle_yet else contract.top_weight
-        term = {"top_weight": weight, "top_k": contract.top_k, "renormalise": contract.renormalise_top_k}
+        term: dict[str, Any] = {
+            "top_weight": 0.0 if self.is_eagle_yet else contract.top_weight,
+            "top_k": contract.top_k,
+            "renormalise": contract.renormalise_top_k,
+        }
+        if step == 0:
+            term["remember"] = taught
+        elif taught:
+            term["taught"] = taught[0].of(needed.landed[step])
         return self.objective(predicted_BUd, view, needed, step, **term).weighted(self.weights[step], step)
 
 
