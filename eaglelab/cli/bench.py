@@ -29,7 +29,16 @@ def training(config: DictConfig) -> None:
     import torch
 
     from eaglelab.training.cost import Shape, cost_table, measure
-    from eaglelab.training.versus import contest, contest_table, growth, growth_table, points_for, quantities
+    from eaglelab.training.versus import (
+        contest,
+        contest_table,
+        growth,
+        growth_table,
+        points_for,
+        quantities,
+        race,
+        race_table,
+    )
     from eaglelab.variants import VARIANTS
 
     variants = [config.variants] if isinstance(config.variants, str) else list(config.variants)
@@ -47,24 +56,54 @@ def training(config: DictConfig) -> None:
         raise ValueError(f"growth={min(unmeasured)!r} is no quantity of {', '.join(variants)}; choose other variants")
     points = {curve: points_for(curve[1], curve[0], list(config.points[curve[0]])) for curve in curves}
     out, shape = None if config.out is None else writable(config.out), Shape(**config.shape)
-    settings: dict[str, Any] = {name: OmegaConf.to_container(config.settings[name]) for name in variants}
+    cases = _cases(config, variants)
+    racing = config.ratios and len(cases) > 1
+    if not (config.split or config.literal or racing or curves):
+        raise ValueError(
+            "nothing is left to measure: leave split or literal on, name quantities in growth, or give several "
+            "variants, whose steps are compared (ratios=true)"
+        )
     found: dict[str, list[dict[str, Any]]] = {}
     if config.split:
-        costs = [measure(name, shape, settings[name], steps=config.steps) for name in variants]
+        costs = [
+            measure(variant, shape, settings, steps=config.steps, name=name)
+            for name, (variant, settings) in cases.items()
+        ]
         print(cost_table(costs), flush=True)
         found["split"] = [cost.to_dict() for cost in costs]
+    if racing:
+        steps = race(cases, shape, repetitions=config.steps, device=config.device)
+        print(race_table(steps), flush=True)
+        found["ratios"] = [steps.to_dict()]
     if config.literal:
         contests = [
-            contest(name, shape, settings[name], repetitions=config.steps, device=config.device) for name in variants
+            contest(variant, shape, settings, repetitions=config.steps, device=config.device, name=name)
+            for name, (variant, settings) in cases.items()
         ]
         print(contest_table(contests), flush=True)
         found["literal"] = [one.to_dict() for one in contests]
     for over, name in curves:
-        curve = growth(name, shape, settings[name], over, points[over, name], device=config.device)
+        settings = next(settings for variant, settings in cases.values() if variant == name)
+        curve = growth(name, shape, settings, over, points[over, name], device=config.device)
         print(growth_table(curve), flush=True)
         found.setdefault("growth", []).append(curve.to_dict())
     if out is not None:
         out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def _cases(config: DictConfig, variants: list[str]) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Variant and settings by name; EAGLE-3 once for each draft vocabulary that is asked for."""
+    cases: dict[str, tuple[str, dict[str, Any]]] = {}
+    for variant in variants:
+        settings: Any = OmegaConf.to_container(config.settings)[variant]  # type: ignore[index, call-overload]
+        if not isinstance(settings, dict):
+            raise ValueError(f"settings.{variant}: {settings!r} is no mapping of switches")
+        if variant == "eagle3" and config.draft_vocab_sizes:
+            for size in config.draft_vocab_sizes:
+                cases[f"{variant} {size}"] = variant, settings | {"draft_vocab_size": size}
+        else:
+            cases[variant] = variant, settings
+    return cases
 
 
 if __name__ == "__main__":

@@ -29,6 +29,8 @@ class NeededRows:
         rows: the needed rows as a plan of their own. A sequence with fewer than U has others in between.
         slot_BU: int64, row slot of each, ascending; None: all rows, U = R.
         loss: for each step int64 [M_s], the roots ``b * U + u`` whose step enters the loss.
+        landed: for each step int64 [M_s], the place in ``landing_M`` of the row that each root of ``loss`` lands on;
+            anything where step 0 does not enter the loss there.
         landing_M: int64, the rows ``b * R + r`` of the whole plan that step 0 enters the loss at.
         root_MS: int64, the root ``b * U + u`` whose step ``s`` lands there; anything where none does.
         lands_MS: bool, whether one does.
@@ -38,6 +40,7 @@ class NeededRows:
     rows: Rows
     slot_BU: Tensor | None
     loss: tuple[Tensor, ...]
+    landed: tuple[Tensor, ...]
     landing_M: Tensor
     root_MS: Tensor
     lands_MS: Tensor
@@ -50,7 +53,8 @@ class NeededRows:
             name: part.to(device, non_blocking=non_blocking) if isinstance(part, Tensor | Rows) else part
             for name, part in parts.items()
         }
-        moved["loss"] = tuple(root_M.to(device, non_blocking=non_blocking) for root_M in self.loss)
+        for name in ("loss", "landed"):
+            moved[name] = tuple(x_M.to(device, non_blocking=non_blocking) for x_M in parts[name])
         return NeededRows(**moved)
 
 
@@ -97,7 +101,11 @@ def needed_rows(rows: Rows, loss: Sequence[Tensor], *, all_rows: bool = False) -
     start_BU = pick(first_seen(rows), slot_BU) * (0 if rows.causal else 1)
     last_BU = torch.arange(R, device=start_BU.device)[None] if slot_BU is None else slot_BU
     spans = (start_BU.amin(0).tolist(), last_BU.amax(0).tolist())
-    return NeededRows(own, slot_BU, tuple(place_N[root_M] for root_M in loss), landing_M, root_MS, lands_MS, spans)
+    rank_N = torch.zeros(B * R, dtype=torch.int64, device=landing_M.device)
+    rank_N[landing_M] = torch.arange(len(landing_M), device=landing_M.device)
+    landed = tuple(rank_N[(root_M + step).clamp(max=B * R - 1)] for step, root_M in enumerate(loss))
+    in_own = tuple(place_N[root_M] for root_M in loss)
+    return NeededRows(own, slot_BU, in_own, landed, landing_M, root_MS, lands_MS, spans)
 
 
 def _some_of(rows: Rows, slot_BU: Tensor, supervised_M: Tensor) -> Rows:

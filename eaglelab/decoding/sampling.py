@@ -28,6 +28,7 @@ from transformers import (
 
 from eaglelab.decoding.residual import draw_from
 from eaglelab.decoding.tree import FlatTree
+from eaglelab.target.hot import largest
 
 Process = Callable[..., Tensor]  # (token ids [n, S], scores [n, V]) -> scores [n, V]
 
@@ -205,7 +206,7 @@ def distribution(scores_BRV: Tensor, settings: Sequence[Sampling]) -> Tensor:
 
 
 def _most_probable(scores_BRV: Tensor) -> Tensor:
-    best_BR, ids_BR = scores_BRV.max(dim=-1)
+    best_BR, ids_BR = largest(scores_BRV)
     return ids_BR.masked_fill_(best_BR.isnan(), -1)
 
 

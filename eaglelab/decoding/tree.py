@@ -45,15 +45,14 @@ class Topology:
         """
         B, N = parent_BN.shape
         parent_BR = torch.nn.functional.pad(parent_BN, (1, 0))
-        climb_BR = torch.arange(N + 1, device=parent_BN.device).expand(B, -1)
-        climbs = []  # [k]: each row's k-th ancestor, staying at the root
-        for _ in range(max_depth + 1):
-            climbs.append(climb_BR)
-            climb_BR = parent_BR.gather(1, climb_BR)
-        climb_BRL = torch.stack(climbs, dim=-1)
-        depth_BR = (climb_BRL != 0).sum(-1)
+        climbs = [torch.arange(N + 1, device=parent_BN.device).expand(B, -1)]
+        climbs += [parent_BR]  # [k]: each row's k-th ancestor, staying at the root
+        for _ in range(max_depth - 1):
+            climbs.append(parent_BR.gather(1, climbs[-1]))
+        climb_BRL = torch.stack(climbs[: max_depth + 1], dim=-1)
+        depth_BR = climb_BRL.count_nonzero(-1)
         level_L = torch.arange(max_depth + 1, device=parent_BN.device)
-        steps_up_BRL = (depth_BR[..., None] - level_L).clamp(min=0)
+        steps_up_BRL = (depth_BR[..., None] - level_L).clamp_(min=0)
         ancestor_BRR = torch.zeros(B, N + 1, N + 1, dtype=torch.bool, device=parent_BN.device)
         ancestor_BRR.scatter_(2, climb_BRL, True)
         path_BRL = climb_BRL.gather(2, steps_up_BRL)

@@ -7,6 +7,7 @@ from eaglelab.drafters.fused import FusedDrafter
 from eaglelab.drafters.layers import compile_parts
 from eaglelab.drafters.network import DraftNetwork, Head
 from eaglelab.drafters.runtime import DraftState, SlotDrafter
+from eaglelab.drafters.shared import SharedKeys
 
 __all__ = [
     "DraftNetwork",
@@ -16,6 +17,7 @@ __all__ = [
     "FusedDrafter",
     "Head",
     "RolloutContext",
+    "SharedKeys",
     "ShippedContext",
     "SlotDrafter",
     "compile_parts",

@@ -29,8 +29,8 @@ class RolloutContext:
     """The keys of one training pass over a batch's rows.
 
     ``native`` is the ``attend`` of the target-derived rows and must come first; every call of ``own`` adds one
-    draft step per root and attends from it. Gradients flow to all keys. A pass that only needs the *keys* of
-    earlier steps gives them with ``add_native`` and ``add_own``.
+    draft step per root and attends from it. Gradients flow to all keys. Keys that were computed elsewhere come in with
+    ``add_native`` and ``add_own``; ``attend`` asks those that are there.
 
     Args:
         rows: the plan; keys and values of ``native`` are of all its rows.
@@ -84,12 +84,12 @@ class RolloutContext:
     def native(self, q_BHRD: Tensor, k_BGRD: Tensor, v_BGRD: Tensor) -> Tensor:
         """Causal, segment-isolated attention among the rows. Keeps their keys for the steps that follow."""
         self.add_native(k_BGRD, v_BGRD)
-        return self._attend(q_BHRD)
+        return self.attend(q_BHRD)
 
     def own(self, q_BHRD: Tensor, k_BGRD: Tensor, v_BGRD: Tensor) -> Tensor:
         """Attention of the next draft step of every root; its own new key is visible to itself."""
         self.add_own(k_BGRD, v_BGRD)
-        return self._attend(q_BHRD)
+        return self.attend(q_BHRD)
 
     def add_native(self, k_BGRD: Tensor, v_BGRD: Tensor) -> None:
         """Keys and values of the target-derived rows."""
@@ -113,7 +113,8 @@ class RolloutContext:
         assert self._native is not None
         return self._own[-1] if self._own else self._native
 
-    def _attend(self, q_BHUD: Tensor) -> Tensor:
+    def attend(self, q_BHUD: Tensor) -> Tensor:
+        """Attention from the newest step of every root to the keys that were added: [B, H, U, D]."""
         k, v, own_k, own_v = self._spread_keys(q_BHUD)
         if not self._own and (self._plain or self._masked):
             mask = self._mask(q_BHUD.dtype)
@@ -154,7 +155,7 @@ class ShippedContext(RolloutContext):
             raise ValueError("alignment=shipped is defined for unpacked samples only; set data.packing=false")
         self._columns = columns
 
-    def _attend(self, q_BHRD: Tensor) -> Tensor:
+    def attend(self, q_BHRD: Tensor) -> Tensor:
         position_BR = self._rows.position_BR + len(self._own)
         hidden_BR = (self._columns - 1 - position_BR).clamp(min=0)
         k, v, own_k, own_v = self._spread_keys(q_BHRD)

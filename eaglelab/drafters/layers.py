@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -22,6 +21,10 @@ from eaglelab.drafters.config import DrafterConfig
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(q [B, H, U, D], k [B, G, N, D], v [B, G, N, D]) -> [B, H, U, D], rotary positions already applied."""
+
+
+Ask = Callable[[Tensor], Tensor]
+"""q [B, H, U, D] -> [B, H, U, D], over keys that are there already."""
 
 
 class Rotary(nn.Module):
@@ -68,15 +71,19 @@ class DraftAttention(nn.Module):
         keys = self.keys(x_BNi, cos, sin)
         if slot_BU is not None:
             cos, sin = (pick(x_B1ND[:, 0], slot_BU)[:, None] for x_B1ND in (cos, sin))
-        out_BHUD = attend(rotate(self._heads(self.q_proj, pick(x_BNi, slot_BU)), cos, sin), *keys)
-        return self.o_proj(rearrange(out_BHUD, "b h n c -> b n (h c)"))
+        return self.ask(pick(x_BNi, slot_BU), cos, sin, lambda q_BHUD: attend(q_BHUD, *keys))
+
+    def ask(self, x_BUi: Tensor, cos: Tensor, sin: Tensor, attend: Ask) -> Tensor:
+        """[B, U, input_size] -> [B, U, d]: queries alone, of keys that the caller has already."""
+        out_BHUD = attend(rotate(self._heads(self.q_proj, x_BUi), cos, sin))
+        return self.o_proj(out_BHUD.transpose(1, 2).flatten(2))
 
     def keys(self, x_BNi: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Keys, with their positions, and values: [B, G, N, D] each."""
         return rotate(self._heads(self.k_proj, x_BNi), cos, sin), self._heads(self.v_proj, x_BNi)
 
     def _heads(self, project: nn.Linear, x_BNi: Tensor) -> Tensor:
-        return rearrange(project(x_BNi), "b n (h c) -> b h n c", c=self.head_dim)
+        return project(x_BNi).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
 
 def compile_parts(network: nn.Module) -> None:

@@ -90,6 +90,11 @@ class WrittenOutAttention:
         return (q @ k.mT).to(wide).mul_(q.shape[-1] ** -0.5).add_(self.bias)
 
 
+def flash_block(rows: int) -> int:
+    """Rows of a block, about :data:`FLASH_BLOCK`: blocks of equal size, and none for a few rows beyond."""
+    return max(-(-rows // max(round(rows / FLASH_BLOCK), 1)), 1)
+
+
 class BlockedAttention:
     """Block after block of rows, each over the keys from its first segment's start to its own end.
 
@@ -126,7 +131,7 @@ class BlockedAttention:
 
     def _blocks(self, q: Tensor) -> Iterator[tuple[slice, slice, NativeAttention]]:
         R, on_cpu = q.shape[2], q.device.type == "cpu"
-        size = FLASH_BLOCK if on_cpu else min(max(SCORES // (q.shape[0] * q.shape[1] * R), 16), MASKED_ROWS)
+        size = flash_block(R) if on_cpu else min(max(SCORES // (q.shape[0] * q.shape[1] * R), 16), MASKED_ROWS)
         first_R, last_R = self.spans()
         for first in range(0, R, size):
             rows = slice(first, min(first + size, R))

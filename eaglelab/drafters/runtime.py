@@ -20,6 +20,7 @@ from eaglelab.drafters.config import DrafterConfig
 from eaglelab.drafters.layers import Attend
 from eaglelab.drafters.network import DraftNetwork
 from eaglelab.target import FrozenTarget, Tap, moves
+from eaglelab.target.hot import no_grad
 from eaglelab.target.inputs import regular
 
 
@@ -167,7 +168,7 @@ class SlotDrafter:
         """Empty slots for ``batch`` sequences (``room`` in all) of ``capacity`` rows, provisional ones included."""
         return DraftState(self.network.config, batch, capacity, like=next(self.network.parameters()), room=room)
 
-    @torch.no_grad()
+    @no_grad
     def extend(
         self,
         state: DraftState,
@@ -212,7 +213,7 @@ class SlotDrafter:
         if kept != state.lengths:
             state.lengths = kept
 
-    @torch.no_grad()
+    @no_grad
     def step(
         self,
         state: DraftState,
@@ -291,7 +292,7 @@ class SlotDrafter:
         """Drop the provisional rows; committed rows stay."""
         state.provisional = 0
 
-    @torch.no_grad()
+    @no_grad
     def log_probs(self, hidden: Tensor) -> Tensor:
         """[..., d] -> fp32 log-softmax over the draft vocabulary, at T = 1 whatever the sampling temperature."""
         return self.network.logits(hidden, self.target.lm_head).float().log_softmax(-1)

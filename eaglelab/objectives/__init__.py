@@ -1,7 +1,7 @@
 """Losses and noise, each a pure function of tensors."""
 
 from eaglelab.objectives.chunked import chunked_sum
-from eaglelab.objectives.distillation import Distillation, distill
+from eaglelab.objectives.distillation import Distillation, Taught, distill
 from eaglelab.objectives.draft_vocabulary import DraftDistillation, TeacherHeads, distill_to_draft_vocabulary
 from eaglelab.objectives.noise import NoiseLaw, feature_noise
 from eaglelab.objectives.regression import smooth_l1
@@ -10,6 +10,7 @@ __all__ = [
     "Distillation",
     "DraftDistillation",
     "NoiseLaw",
+    "Taught",
     "TeacherHeads",
     "chunked_sum",
     "distill",

@@ -6,13 +6,14 @@ Letters: M supervised rows, d hidden width, V vocabulary, K top tokens.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from eaglelab.objectives.chunked import chunk_rows, chunked_sum
 from eaglelab.objectives.soft_targets import soft_cross_entropy
+from eaglelab.target.hot import largest
 
 Head = Callable[[Tensor], Tensor]
 
@@ -36,6 +37,33 @@ class Distillation:
     recall: Tensor
 
 
+@dataclasses.dataclass
+class Taught:
+    """What a teacher's distribution says about the K most probable tokens of each row; other passes may land there.
+
+    Attributes:
+        best_M: int64, the most probable token.
+        q_MK, id_MK: probabilities, not renormalised, and ids of the K most probable ones.
+    """
+
+    best_M: Tensor
+    q_MK: Tensor
+    id_MK: Tensor
+
+    def of(self, row_m: Tensor | slice) -> Taught:
+        """Those of some rows."""
+        return Taught(self.best_M[row_m], self.q_MK[row_m], self.id_MK[row_m])
+
+    @classmethod
+    def from_distribution(cls, q_mV: Tensor, top_k: int) -> Taught:
+        return cls(largest(q_mV)[1], *q_mV.topk(min(top_k, q_mV.shape[-1]), dim=-1))
+
+    @classmethod
+    def joined(cls, pieces: Sequence[Taught]) -> Taught:
+        """The rows of all pieces, in order."""
+        return cls(*(torch.cat([getattr(one, field.name) for one in pieces]) for field in dataclasses.fields(cls)))
+
+
 def distill(
     predicted_Md: Tensor,
     teacher_Md: Tensor,
@@ -47,6 +75,8 @@ def distill(
     renormalise: bool = False,
     recall_k: int = 5,
     label_M: Tensor | None = None,
+    taught: Taught | None = None,
+    remember: list[Taught] | None = None,
     chunk: int | None = None,
 ) -> Distillation:
     """Cross entropy of the drafter's distribution against the frozen head's on the teacher's feature.
@@ -65,25 +95,31 @@ def distill(
         recall_k: how many draft tokens count for ``recall``.
         label_M: int64, the data's tokens: ablation: their one-hot replaces the teacher's distribution in the soft
             term. The top-K term, hits and recall stay the teacher's.
+        taught: of these rows and this ``top_k``, where another pass found it before; None: it is looked up.
+        remember: gets what was looked up.
         chunk: rows per piece; memory is about 2 * chunk * V * 4 bytes. None: :func:`chunk_rows`.
     """
     device = predicted_Md.device
     hits_M = torch.empty(predicted_Md.shape[0], dtype=torch.bool, device=device)
     soft, top, recall = (torch.zeros((), device=device) for _ in range(3))
+    found: list[Taught] = []
 
     def loss_of(predicted_md: Tensor, piece: slice) -> Tensor:
         top_mK = None
         with torch.no_grad():
             q_mV = head(teacher_Md[piece]).float().softmax(-1)
-            best_m = q_mV.argmax(-1)
             if top_weight:
-                q_mK, id_mK = q_mV.topk(min(top_k, q_mV.shape[-1]), dim=-1)
-                top_mK = (q_mK / q_mK.sum(-1, keepdim=True) if renormalise else q_mK), id_mK
+                one = Taught.from_distribution(q_mV, top_k) if taught is None else taught.of(piece)
+                found.append(one)
+                best_m, q_mK = one.best_M, one.q_MK
+                top_mK = (q_mK / q_mK.sum(-1, keepdim=True) if renormalise else q_mK), one.id_MK
+            else:
+                best_m = largest(q_mV)[1]
             if label_M is not None:
                 q_mV.zero_().scatter_(-1, label_M[piece, None], 1.0)
         logit_mV = head(predicted_md).to(q_mV.dtype)
         with torch.no_grad():
-            hits_M[piece] = logit_mV.argmax(-1) == best_m
+            hits_M[piece] = largest(logit_mV)[1] == best_m
             drafted_mk = logit_mV.topk(min(recall_k, logit_mV.shape[-1]), dim=-1).indices
             recall.add_((drafted_mk == best_m[:, None]).any(-1).sum())
         weight_m1 = q_mV.new_full((len(q_mV), 1), soft_weight)
@@ -93,6 +129,8 @@ def distill(
         return loss
 
     loss = chunked_sum(loss_of, predicted_Md, chunk=chunk or head_chunk(head, teacher_Md))
+    if remember is not None and found:
+        remember.append(Taught.joined(found))
     return Distillation(loss, soft, top, hits_M, recall)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from eaglelab.objectives.chunked import chunked_sum
 from eaglelab.objectives.distillation import Head, head_chunk
 from eaglelab.objectives.soft_targets import soft_cross_entropy
+from eaglelab.target.hot import largest
 
 
 @dataclasses.dataclass
@@ -89,10 +90,10 @@ def distill_to_draft_vocabulary(
         counted_mS = counted_MS[piece]
         with torch.no_grad():
             q_mK = (teacher.drafted or teacher.whole)(teacher_Mw[piece]).float().softmax(-1)
-            best_m = q_mK.argmax(-1)
+            best_m = largest(q_mK)[1]
         logit_mSK = draft_head(state_mSd).to(q_mK.dtype)
         with torch.no_grad():
-            hits_S.add_((counted_mS & (logit_mSK.argmax(-1) == best_m[:, None])).sum(0))
+            hits_S.add_((counted_mS & (largest(logit_mSK)[1] == best_m[:, None])).sum(0))
             drafted_mSk = logit_mSK.topk(min(recall_k, logit_mSK.shape[-1]), dim=-1).indices
             recall_S.add_((counted_mS & (drafted_mSk == best_m[:, None, None]).any(-1)).sum(0))
         loss, soft_mS, _ = soft_cross_entropy(logit_mSK, q_mK, counted_mS * weight_S)
@@ -109,5 +110,5 @@ def _in_vocabulary(teacher_Mw: Tensor, teacher: TeacherHeads) -> Tensor:
     if teacher.ids_K is None:
         return torch.ones(len(teacher_Mw), dtype=torch.bool, device=teacher_Mw.device)
     chunk = head_chunk(teacher.whole, teacher_Mw)
-    best_M = torch.cat([teacher.whole(teacher_mw).argmax(-1) for teacher_mw in teacher_Mw.split(chunk)])
+    best_M = torch.cat([largest(teacher.whole(teacher_mw))[1] for teacher_mw in teacher_Mw.split(chunk)])
     return torch.isin(best_M, teacher.ids_K)

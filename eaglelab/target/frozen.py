@@ -22,6 +22,7 @@ from eaglelab import assets
 from eaglelab.target import inputs, loading, probe
 from eaglelab.target.decoder import find_wiring, use_exact_attention
 from eaglelab.target.fingerprint import TargetFingerprint, fingerprint_target
+from eaglelab.target.hot import no_grad
 from eaglelab.target.kv import KVSlots, LayerShape, SlotPlan
 from eaglelab.target.masks import MaskRule, segment_allowed
 from eaglelab.target.taps import FINAL, Tap, validate_taps
@@ -197,14 +198,14 @@ class FrozenTarget(nn.Module):
 
     # --- embedding and head -----------------------------------------------------------------
 
+    @no_grad
     def embed(self, ids: Tensor) -> Tensor:
         """Token embeddings as the model feeds them to layer 0, [...] -> [..., d].
 
         Includes the family's scale (Gemma, Granite); learned position vectors are not part of it.
         """
-        with torch.no_grad():
-            embedded = self._wiring.embedding(ids)
-            return embedded if self._embed_scale == 1.0 else embedded * self._embed_scale
+        embedded: Tensor = self._wiring.embedding(ids)
+        return embedded if self._embed_scale == 1.0 else embedded * self._embed_scale
 
     def lm_head(self, hidden: Tensor) -> Tensor:
         """The target's own logits for final features, [..., d] -> [..., V]; differentiable in
@@ -315,7 +316,7 @@ class FrozenTarget(nn.Module):
         numbers = sum(kh * kw + vh * vw for kh, kw, vh, vw in self._tree_layout)
         return numbers * self.dtype.itemsize
 
-    @torch.no_grad()
+    @no_grad
     def forward_rows(
         self,
         tokens_BN: Tensor,

@@ -14,7 +14,7 @@ from collections import Counter
 
 from eaglelab.drafters import DrafterConfig
 from eaglelab.target.unpacking import MASKED_LENGTH
-from eaglelab.training.flops import Load, query_width
+from eaglelab.training.flops import Load, key_width, query_width
 from eaglelab.variants.rollout import Rollout
 
 WIDE = 4
@@ -84,9 +84,11 @@ def _step(drafter: DrafterConfig, rollout: Rollout, load: Load, numerics: Numeri
         if drafter.recurrence == "post_norm":
             parts["output norm"] = U * numerics.norm(d)
     else:
-        parts["input"] = here * (2 * d + d) * a + picked * d * a  # [e; f] for fc, its output for q, k, v
-        # states whose keys are computed again; the first is the target's feature itself, unless there is noise
-        parts["input"] += d * a * ((N if step and rollout.noise else 0) + max(step - 1, 0) * U)
+        if rollout.joint:
+            parts["input"] = here * 3 * d * a + picked * d * a  # [e; f] for fc, its output for q, k, v
+        else:
+            parts["input"] = U * d * a  # fc reads its data again
+            parts["shared"] = _shared(drafter, load, numerics, step, load.root_slots(rollout.steps))
         parts["loss"] = M * (8 + 2 * d * WIDE + d * a)  # which rows; prediction and feature for SmoothL1; gradient
     parts["attention"] = _attention(drafter, rollout, load, numerics, step)
     parts["mlp"] = U * (numerics.norm(d) + a * (d + 3 * drafter.intermediate_size))  # gate, up, product
@@ -101,16 +103,29 @@ def _attention(drafter: DrafterConfig, rollout: Rollout, load: Load, numerics: N
     N, U = load.row_slots, load.root_slots(rollout.steps)
     width, heads, a = query_width(drafter), drafter.num_attention_heads, numerics.activation
     rotary = 2 * drafter.head_dim * WIDE  # cos and sin; in half precision one copy for q and one for k
-    shared = rollout.joint and not rollout.rekeyed
-    native = 0 if step and shared else 2 * width * a * N
-    own = (min(step, 1) if shared else step) * 2 * width * a * U
+    native = 0 if step and rollout.joint else 2 * width * a * N
+    own = (min(step, 1) if rollout.joint else step) * 2 * width * a * U
     scores = heads * (1 + step) * WIDE
     if rollout.dense:
         scores += heads * load.rows_each * (WIDE + 2 * a)
-    positions = rotary * (N if step == 0 else U)
-    if step == 0 and U < N:  # q has its own
+    positions = rotary * (N if step == 0 and rollout.joint else U)
+    if step == 0 and U < N and rollout.joint:  # q has its own
         positions = 2 * drafter.head_dim * a * (N + U)
     return (2 * width * a + scores) * U + native + own + positions
+
+
+def _shared(drafter: DrafterConfig, load: Load, numerics: Numerics, step: int, roots: int) -> int:
+    """What separate passes keep for each other: states, which are read once more when the last pass takes the gradient
+    of their keys to the weights; that gradient, gathered so far; and the keys before they were spread to all heads.
+
+    The first state is the target's feature itself, of which the needed rows are gathered.
+    """
+    N, a = load.row_slots, numerics.activation
+    if step == 0:
+        return roots * drafter.hidden_size * numerics.target if roots < N else 0
+    keys = (N + (step - 1) * roots) * 2 * key_width(drafter) * a  # of earlier states
+    spread = drafter.num_key_value_heads != drafter.num_attention_heads
+    return step * roots * drafter.hidden_size * a + keys * (2 if spread else 1)
 
 
 def _fusion(drafter: DrafterConfig, numerics: Numerics) -> int:

@@ -36,7 +36,8 @@ class Shape:
     Attributes:
         hidden_size, intermediate_size, num_layers, num_heads, vocab_size: of the target (and so of the drafter).
         batch, length: sequences, and tokens of each.
-        segments: conversations of equal length packed in a sequence; the second half of each is the answer.
+        segments: conversations of equal length packed in a sequence.
+        answer: share of each, at its end, that is the answer; with 1 every row is supervised.
     """
 
     hidden_size: int = 192
@@ -47,10 +48,13 @@ class Shape:
     batch: int = 4
     length: int = 512
     segments: int = 1
+    answer: float = 0.5
 
     def __post_init__(self) -> None:
+        if not 0 < self.answer <= 1:
+            raise ValueError(f"shape.answer={self.answer} is a share of each conversation, above 0 and at most 1")
         for name, value in dataclasses.asdict(self).items():
-            if value < 1:
+            if name != "answer" and value < 1:
                 raise ValueError(f"shape.{name}={value} must be at least 1")
         if self.hidden_size % self.num_heads or self.hidden_size // self.num_heads % 2:
             raise ValueError(
@@ -83,7 +87,7 @@ class Shape:
         each = max(S // self.segments, 4)
         index_BS = torch.arange(S).expand(B, S)
         segment_BS, position_BS = index_BS // each, index_BS % each
-        answer_BS = position_BS >= each // 2
+        answer_BS = position_BS >= int(each * (1 - self.answer))
         rows = compile_rows(valid_BS, segment_BS, position_BS, answer_BS)
         return Batch(tokens_BS, valid_BS, segment_BS, position_BS, answer_BS, rows)
 
@@ -93,6 +97,7 @@ class StepCost:
     """One optimizer step of one variant.
 
     Attributes:
+        name: what tells it from other settings of the variant.
         seconds: median over the measured steps; seconds_low, seconds_high: their quartiles.
         peak_mib: memory that is in use at once at the step's peak, above what was resident before it (target, drafter,
             libraries). Measured as resident memory while the allocator gives every freed block back.
@@ -102,6 +107,7 @@ class StepCost:
     """
 
     variant: str
+    name: str
     settings: dict[str, Any]
     shape: Shape
     seconds: float
@@ -115,13 +121,21 @@ class StepCost:
         return dataclasses.asdict(self)
 
 
-def measure(variant: str, shape: Shape, settings: dict[str, Any] | None = None, *, steps: int = 5) -> StepCost:
-    """Measure in fresh processes, so that one variant's memory is not another's."""
+def measure(
+    variant: str, shape: Shape, settings: dict[str, Any] | None = None, *, steps: int = 5, name: str | None = None
+) -> StepCost:
+    """Measure in fresh processes, so that one variant's memory is not another's.
+
+    Args:
+        name: what the case is called; None: as the variant.
+    """
     job = (variant, shape, settings or {}, steps, torch.get_num_threads())
     seconds, resident, split = in_fresh_process(_measure_time, job)
     peak = in_fresh_process(_measure_peak, job, return_freed_blocks)
     spread = Spread.of(seconds)
-    return StepCost(variant, job[2], shape, spread.median, spread.low, spread.high, peak, resident, split)
+    return StepCost(
+        variant, name or variant, job[2], shape, spread.median, spread.low, spread.high, peak, resident, split
+    )
 
 
 def in_fresh_process(work: Callable[..., Any], job: tuple[Any, ...], start: Callable[[], None] | None = None) -> Any:
@@ -166,7 +180,16 @@ def _prepare(variant: str, shape: Shape, settings: dict[str, Any], steps: int, t
 
 
 def random_module(variant: str, shape: Shape, settings: dict[str, Any], *, lr: float) -> DraftingModule:
-    """The variant on the shape's random target; every token counts as often in the answers."""
+    """The variant on the shape's random target; every token counts as often in the answers.
+
+    Raises:
+        ValueError: a setting that only a whole training gives a meaning to, and what the variant says about the rest.
+    """
+    if settings.get("eagle_share"):
+        raise ValueError(
+            f"settings.{variant}.eagle_share={settings['eagle_share']} is a part of a training, and one step is "
+            "measured: leave it out, or measure the steps of that part with passes=1 and top_weight=0"
+        )
     counts_V = torch.ones(shape.vocab_size)
     return VARIANTS[variant](shape.target(), OptimConfig(lr=lr), answer_counts=lambda: counts_V, **settings)
 
@@ -220,14 +243,15 @@ def _resident_mib(field: str) -> float:
 
 def cost_table(costs: Sequence[StepCost]) -> str:
     """Plain text, one line per measurement."""
+    width = max(10, *(len(cost.name) + 1 for cost in costs))
     lines = [
-        f"{'variant':<10}{'s/step':>8}{'quartiles':>16}{'peak MiB':>10}{'resident':>10}"
+        f"{'variant':<{width}}{'s/step':>8}{'quartiles':>16}{'peak MiB':>10}{'resident':>10}"
         "  target  attn  head+loss  optim  rest"
     ]
     for cost in costs:
         share = cost.split
         lines.append(
-            f"{cost.variant:<10}{cost.seconds:>8.3f}{cost.seconds_low:>8.3f}-{cost.seconds_high:<7.3f}"
+            f"{cost.name:<{width}}{cost.seconds:>8.3f}{cost.seconds_low:>8.3f}-{cost.seconds_high:<7.3f}"
             f"{cost.peak_mib:>10.0f}{cost.resident_mib:>10.0f}{share['target']:>8.0%}{share['attention']:>6.0%}"
             f"{share['head_and_loss']:>11.0%}{share['optimizer']:>7.0%}{share['rest']:>6.0%}"
         )

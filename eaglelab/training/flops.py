@@ -13,7 +13,7 @@ import dataclasses
 
 from eaglelab.data.needed import WORTH
 from eaglelab.drafters import DrafterConfig
-from eaglelab.drafters.native import FLASH_BLOCK
+from eaglelab.drafters.native import flash_block
 from eaglelab.target.shape import TargetShape
 from eaglelab.variants.contract import Contract
 from eaglelab.variants.optim import OptimConfig
@@ -167,15 +167,14 @@ def _drafter(drafter: DrafterConfig, rollout: Rollout, load: Load) -> float:
         return 2.0 * (load.row_slots * of_rows + load.root_slots(steps) * of_roots)
     fc = 2 * d * d
     # fc reads target features, or a detached state: no gradient of its input. Joint passes hand one through.
-    keys = 2 * fc + 3 * d * kv
-    # keys of an earlier state: forward, again in the backward (but for the values, which it needs not), and gradients
-    again = 3 * fc + 7 * d * kv // 2
-    first = steps - 1 if rollout.rekeyed else 0
-    of_rows = keys + first * again
-    of_roots = steps * 3 * (d * width + inside) + (steps - 1) * keys + (rollout.key_passes - first) * again
-    if rollout.joint:  # all earlier states but the first hand a gradient on
-        of_roots += (steps - 1) * fc + (steps - 1) * (steps - 2) // 2 * fc
-    return 2.0 * (load.row_slots * of_rows + load.root_slots(steps) * of_roots)
+    asking = steps * 3 * (d * width + inside)
+    if rollout.joint:  # all states but the first hand a gradient on
+        keys = 2 * fc + 3 * d * kv
+        return 2.0 * (load.row_slots * keys + load.root_slots(steps) * (asking + (steps - 1) * (keys + fc)))
+    # keys and values come from one map, 2d wide, which is made of fc and two projections once for all passes
+    keys, key_map = 2 * 2 * d * kv, 3 * kv * d * 2 * d
+    of_roots = asking + steps * 2 * fc + (steps - 2) * keys + 3 * d * kv  # keys of the last pass are its own
+    return 2.0 * (load.row_slots * keys + load.root_slots(steps) * of_roots + key_map)
 
 
 def _attention(drafter: DrafterConfig, rollout: Rollout, load: Load) -> float:
@@ -190,7 +189,8 @@ def _attention(drafter: DrafterConfig, rollout: Rollout, load: Load) -> float:
     elif (
         roots < load.rows_each and not load.packed
     ):  # blocks of the last rows of a sequence, each with all keys up to its end
-        ends = [min(first + FLASH_BLOCK, roots) for first in range(0, roots, FLASH_BLOCK)]
+        size = flash_block(roots)
+        ends = [min(first + size, roots) for first in range(0, roots, size)]
         keys = sum((load.rows_each - roots + end) * (end - first) for first, end in zip([0, *ends], ends))
         span = keys / roots
     backward = 8 if rollout.dense else 10

@@ -6,6 +6,7 @@ Memory is measured in processes of their own, as in :mod:`eaglelab.training.cost
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import statistics
 import time
@@ -31,6 +32,7 @@ class Contest:
     """One optimizer step on given features, the target's own pass apart, in both implementations.
 
     Attributes:
+        name: what tells it from other settings of the variant.
         seconds: of each implementation; ratio: shipped over literal, repetition by repetition.
         peak_mib: memory in use at once at the step's peak, target pass included, above what was resident before.
         flops, bytes: of a step (:class:`~eaglelab.training.work.Work`).
@@ -38,6 +40,7 @@ class Contest:
     """
 
     variant: str
+    name: str
     settings: Settings
     shape: Shape
     seconds: dict[str, Spread]
@@ -70,7 +73,13 @@ class Contest:
 
 
 def contest(
-    variant: str, shape: Shape, settings: Settings | None = None, *, repetitions: int = 5, device: str = "cpu"
+    variant: str,
+    shape: Shape,
+    settings: Settings | None = None,
+    *,
+    repetitions: int = 5,
+    device: str = "cpu",
+    name: str | None = None,
 ) -> Contest:
     """Measure both implementations of a variant's step, alternated, on ``device``."""
     job = (variant, shape, settings or {}, torch.get_num_threads(), device)
@@ -78,6 +87,7 @@ def contest(
     peak = {name: in_fresh_process(_measure_peak, (*job, name), return_freed_blocks) for name in IMPLEMENTATIONS}
     return Contest(
         variant,
+        name or variant,
         settings or {},
         shape,
         {name: Spread.of(values) for name, values in seconds.items()},
@@ -92,7 +102,7 @@ def contest(
 def _measure_seconds(
     variant: str, shape: Shape, settings: Settings, threads: int, device: str, repetitions: int
 ) -> tuple[dict[str, list[float]], dict[str, tuple[int, int]], tuple[float, float]]:
-    module, step = _prepare(variant, shape, settings, threads, device)
+    module, step = _prepare(variant, shape, settings, threads, device, IMPLEMENTATIONS)
     view = View.of(shape.make_batch().to(device), module.target, module.taps)
     contestants: dict[str, Callable[[], float]] = {name: _timed(step, view, name, device) for name in IMPLEMENTATIONS}
     rates = {"matmul": lambda: matmul_flops(device=device), "copy": lambda: copy_bytes(device=device)}
@@ -118,7 +128,7 @@ def _timed(step: Callable[[View, str], None], view: View, name: str, device: str
 
 
 def _measure_peak(variant: str, shape: Shape, settings: Settings, threads: int, device: str, name: str) -> float:
-    module, step = _prepare(variant, shape, settings, threads, device)
+    module, step = _prepare(variant, shape, settings, threads, device, (name,))
     batch = shape.make_batch().to(device)
 
     def work() -> None:
@@ -133,7 +143,12 @@ def _measure_peak(variant: str, shape: Shape, settings: Settings, threads: int, 
 
 
 def _prepare(
-    variant: str, shape: Shape, settings: Settings, threads: int, device: str
+    variant: str,
+    shape: Shape,
+    settings: Settings,
+    threads: int,
+    device: str,
+    names: Sequence[str] = ("shipped",),
 ) -> tuple[DraftingModule, Callable[[View, str], None]]:
     torch.set_num_threads(threads)
     module = random_module(variant, shape, settings, lr=1e-6)
@@ -151,9 +166,82 @@ def _prepare(
         optimizer.zero_grad()
 
     short = View.of(shape.make_batch(length=32).to(device), module.target, module.taps)
-    for name in IMPLEMENTATIONS:  # libraries, kernels, optimizer state
+    for name in names:  # libraries, kernels, optimizer state
         step(short, name)
     return module, step
+
+
+# ---- variants against each other ---------------------------------------------------------------------------------
+
+Cases = dict[str, tuple[str, Settings]]
+"""Variant and settings by name."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Race:
+    """The shipped steps of several cases on given features, alternated in one process.
+
+    Attributes:
+        seconds: of each case; cpu_seconds: of the process, which other jobs hardly lengthen.
+        ratio, cpu_ratio: each over the first one, repetition by repetition.
+    """
+
+    shape: Shape
+    seconds: dict[str, Spread]
+    cpu_seconds: dict[str, Spread]
+    ratio: dict[str, Spread]
+    cpu_ratio: dict[str, Spread]
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def race(cases: Cases, shape: Shape, *, repetitions: int = 5, device: str = "cpu") -> Race:
+    """Measure the cases' steps; the first one is what the others are compared with."""
+    found = in_fresh_process(_measure_race, (cases, shape, torch.get_num_threads(), device, repetitions))
+    wall, cpu = ({name: [times[part] for times in found[name]] for name in cases} for part in (0, 1))
+    first = next(iter(cases))
+    return Race(
+        shape,
+        {name: Spread.of(values) for name, values in wall.items()},
+        {name: Spread.of(values) for name, values in cpu.items()},
+        {name: ratio(values, wall[first]) for name, values in wall.items()},
+        {name: ratio(values, cpu[first]) for name, values in cpu.items()},
+    )
+
+
+def _measure_race(
+    cases: Cases, shape: Shape, threads: int, device: str, repetitions: int
+) -> dict[str, list[tuple[float, float]]]:
+    contestants: dict[str, Callable[[], tuple[float, float]]] = {}
+    for name, (variant, settings) in cases.items():
+        module, step = _prepare(variant, shape, settings, threads, device)
+        view = View.of(shape.make_batch().to(device), module.target, module.taps)
+        contestants[name] = functools.partial(_both_times, _timed(step, view, "shipped", device))
+    found, _ = alternate(contestants, repetitions)
+    return found
+
+
+def _both_times(timed: Callable[[], float]) -> tuple[float, float]:
+    began = time.process_time()
+    return timed(), time.process_time() - began
+
+
+def race_table(one: Race) -> str:
+    """Plain text, one line per case."""
+    first = next(iter(one.seconds))
+    width = max(10, *(len(name) + 1 for name in one.seconds))
+    lines = [f"{'variant':<{width}}{'s/step':>8}{'quartiles':>16}   time over {first}         CPU time over {first}"]
+    for name, spread in one.seconds.items():
+        lines.append(
+            f"{name:<{width}}{spread.median:>8.3f}{spread.low:>8.3f}-{spread.high:<7.3f}   "
+            f"{one.ratio[name].times():<24} {one.cpu_ratio[name].times()}"
+        )
+    lines.append(
+        f"alternated in one process, {len(one.seconds[first].values)} repetitions; a step on given features, the "
+        "target's own pass apart"
+    )
+    return "\n".join(lines)
 
 
 # ---- growth ------------------------------------------------------------------------------------------------------
@@ -250,15 +338,16 @@ def exponent(points: Sequence[float], values: Sequence[float]) -> float:
 
 def contest_table(contests: Sequence[Contest]) -> str:
     """Plain text; two lines per variant."""
+    width = max(9, *(len(one.name) + 1 for one in contests))
     lines = [
-        f"{'variant':<9}{'':<9}{'s/step':>8}{'quartiles':>16}{'peak MiB':>10}{'GFLOP':>8}{'of matmul':>11}"
+        f"{'variant':<{width}}{'':<9}{'s/step':>8}{'quartiles':>16}{'peak MiB':>10}{'GFLOP':>8}{'of matmul':>11}"
         f"{'of copy':>9}   time and memory, shipped / literal"
     ]
     for one in contests:
         for name in IMPLEMENTATIONS:
             spread = one.seconds[name]
             line = (
-                f"{one.variant if name == 'shipped' else '':<9}{name:<9}{spread.median:>8.3f}"
+                f"{one.name if name == 'shipped' else '':<{width}}{name:<9}{spread.median:>8.3f}"
                 f"{spread.low:>8.3f}-{spread.high:<7.3f}{one.peak_mib[name]:>10.0f}{one.flops[name] / 1e9:>8.1f}"
                 f"{one.utilisation(name):>11.0%}{one.traffic(name):>9.0%}"
             )

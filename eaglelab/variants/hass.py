@@ -15,11 +15,13 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from eaglelab.drafters import RolloutContext, ShippedContext
-from eaglelab.objectives import NoiseLaw
+from eaglelab.data.needed import NeededRows, pick
+from eaglelab.drafters import FeatureDrafter, RolloutContext, SharedKeys, ShippedContext
+from eaglelab.drafters.shared import Read
+from eaglelab.objectives import NoiseLaw, Taught
 from eaglelab.variants.base import Pass
 from eaglelab.variants.contract import require_one_of
 from eaglelab.variants.eagle import EagleContract, EagleModule
@@ -80,7 +82,8 @@ class HassModule(EagleModule):
     Pass ``s`` works on the chains of ``s`` draft steps: root ``r`` reads its own state of pass ``s - 1``, detached,
     at position ``r + s``, and sees the target's rows up to ``r`` and its own earlier states. The published code
     indexes the same graph by absolute position. Each pass is back-propagated on its own, so memory is that of one
-    pass; keys of earlier states are computed again with the present weights, and gradients reach them.
+    pass and of the keys; these are computed once and gather the gradients of all passes, which reach the weights with
+    the last one (:mod:`eaglelab.drafters.shared`).
     """
 
     variant = "hass"
@@ -112,44 +115,72 @@ class HassModule(EagleModule):
         return len(self.weights) if self.contract.detach else 1
 
     def passes(self, view: View) -> Iterator[Pass]:
-        if self.contract.detach:
-            yield from self._alignment_passes(view)
-        else:
-            yield Pass.joined(list(self._alignment_passes(view)))
-
-    def _alignment_passes(self, view: View) -> Iterator[Pass]:
-        contract, needed = self.contract, self.needed(view.rows)
-        view = dataclasses.replace(view, rows=dataclasses.replace(view.rows, needed=needed))
-        weight = 0.0 if self.is_eagle_yet else contract.top_weight
-        term = {"top_weight": weight, "top_k": contract.top_k, "renormalise": contract.renormalise_top_k}
-        older: list[Tensor] = []
-        state_BRd = self.noisy(self.network.fuse(view.taps_BRF), view)
-        for step, pass_weight in enumerate(self.weights):
-            predicted_BUd = self._forward(older, state_BRd, view)
-            if step + 1 < len(self.weights):
-                older.append(state_BRd)
-            state_BRd = predicted_BUd.detach() if contract.detach else predicted_BUd
-            yield self.objective(predicted_BUd, view, needed, step, **term).weighted(pass_weight, step)
-
-    def _forward(self, older: list[Tensor], newest_BRd: Tensor, view: View) -> Tensor:
-        """Predict from the newest state of every root; the older ones give keys.
-
-        The first state is of all rows, the others are of the needed ones only.
-        """
         needed = self.needed(view.rows)
-        roots = view.of_needed(needed)
+        view = dataclasses.replace(view, rows=dataclasses.replace(view.rows, needed=needed))
+        if self.contract.detach and len(self.weights) > 1:
+            yield from self._separate_passes(view, needed)
+        else:
+            yield Pass.joined(list(self._joint_passes(view, needed)))
+
+    def _joint_passes(self, view: View, needed: NeededRows) -> Iterator[Pass]:
+        """One graph, and one context that every pass adds its keys to."""
+        roots, context, taught = view.of_needed(needed), self._context(view, needed), list[Taught]()
+        state_BUd = self.noisy(self.network.fuse(view.taps_BRF), view)
+        for step in range(len(self.weights)):
+            if step == 0:
+                where = view.embedding(), view.position(), context.native, needed.slot_BU
+                state_BUd = self.network(state_BUd, *where)
+            else:
+                state_BUd = self.network(state_BUd, roots.embedding(step), roots.position(step), context.own)
+            yield self._loss(state_BUd, view, needed, step, taught)
+
+    def _separate_passes(self, view: View, needed: NeededRows) -> Iterator[Pass]:
+        """Passes that share nothing but keys; the first state is of all rows, the others are of the needed ones."""
+        network, roots, older, taught = self.network, view.of_needed(needed), list[SharedKeys](), list[Taught]()
+        assert isinstance(network, FeatureDrafter)
+        maps, last = network.key_maps(), len(self.weights) - 1
+        state_BRd = self.noisy(network.fuse(view.taps_BRF), view)
+        for step in range(last):
+            of_keys = view if step == 0 else roots
+            keys = network.keys_of_data(_reader(of_keys, state_BRd, step), of_keys.position(step), maps)
+            older.append(SharedKeys(keys))
+            context = self._context(view, needed, older)
+            state_BUd = state_BRd if step else pick(state_BRd, needed.slot_BU)
+            x_BUd = network.enter(_reader(roots, state_BUd, step))
+            predicted_BUd = network.ask(x_BUd, roots.position(step), context.attend)
+            state_BRd = predicted_BUd.detach()
+            yield self._loss(predicted_BUd, view, needed, step, taught)
+        del maps, keys, state_BUd, x_BUd, predicted_BUd  # the last pass holds most
+        context = self._context(view, needed, older, last=True)
+        x_BUd = network.enter(_reader(roots, state_BRd, last))
+        yield self._loss(network.behind(x_BUd, roots.position(last), context.own), view, needed, last, taught)
+
+    def _context(
+        self, view: View, needed: NeededRows, older: Sequence[SharedKeys] = (), *, last: bool = False
+    ) -> RolloutContext:
         if self.contract.alignment == "shipped":
             context: RolloutContext = ShippedContext(view.rows, view.tokens_BS.shape[1])
         else:
             context = RolloutContext(view.rows, needed.slot_BU, needed.spans)
-        for step, state_BRd in enumerate(older):
-            # recomputed in the backward pass: only keys and values are kept, so a pass stays as small as EAGLE-1's
-            keys = checkpoint(self._keys, state_BRd, roots if step else view, step, use_reentrant=False)
-            (context.add_own if step else context.add_native)(*keys)
-        if not older:
-            return self.network(newest_BRd, view.embedding(), view.position(), context.native, needed.slot_BU)
-        last = len(older)
-        return self.network(newest_BRd, roots.embedding(last), roots.position(last), context.own)
+        for step, keys in enumerate(older):
+            (context.add_own if step else context.add_native)(*keys.read(last=last))
+        return context
 
-    def _keys(self, state_BRd: Tensor, view: View, step: int) -> tuple[Tensor, Tensor]:
-        return self.network.keys(state_BRd, view.embedding(step), view.position(step))
+    def _loss(self, predicted_BUd: Tensor, view: View, needed: NeededRows, step: int, taught: list[Taught]) -> Pass:
+        """The terms of a pass. Passes land on the same rows: what the first one looked up there serves all."""
+        contract = self.contract
+        term: dict[str, Any] = {
+            "top_weight": 0.0 if self.is_eagle_yet else contract.top_weight,
+            "top_k": contract.top_k,
+            "renormalise": contract.renormalise_top_k,
+        }
+        if step == 0:
+            term["remember"] = taught
+        elif taught:
+            term["taught"] = taught[0].of(needed.landed[step])
+        return self.objective(predicted_BUd, view, needed, step, **term).weighted(self.weights[step], step)
+
+
+def _reader(view: View, state_BRd: Tensor, step: int) -> Read:
+    """What ``fc`` reads at a step; kept as the state alone."""
+    return lambda: torch.cat((view.embedding(step), state_BRd), dim=-1)

@@ -18,8 +18,7 @@ class Rollout:
     Attributes:
         steps: forward passes over the rows; step ``s`` attends to the native keys and to ``s`` own ones.
         joint: gradients run through all steps, so that what all of them keep for the backward is in memory together;
-            else each step is back-propagated before the next one.
-        rekeyed: every step computes the keys of all earlier states again, and once more in its backward (HASS).
+            else each step is back-propagated before the next one, and they share keys alone (HASS).
         top_k: the loss has a top-K term.
         noise: noise is added to the input features.
         own_head: the drafter's own token head, else the target's frozen one.
@@ -31,7 +30,6 @@ class Rollout:
 
     steps: int = 1
     joint: bool = True
-    rekeyed: bool = False
     top_k: bool = False
     noise: bool = False
     own_head: bool = False
@@ -39,11 +37,6 @@ class Rollout:
     feature_loss: bool = True
     dense: bool = False
     share: float = 1.0
-
-    @property
-    def key_passes(self) -> int:
-        """How often the keys of an earlier state are computed again, over all steps."""
-        return self.steps * (self.steps - 1) // 2 if self.rekeyed else 0
 
 
 @singledispatch
@@ -70,8 +63,7 @@ def _(contract: EagleContract) -> tuple[Rollout, ...]:
 def _(contract: HassContract) -> tuple[Rollout, ...]:
     last = Rollout(
         steps=contract.passes,
-        joint=not contract.detach,
-        rekeyed=True,
+        joint=not contract.detach or contract.passes == 1,
         top_k=contract.top_weight != 0,
         noise=contract.noise != "none",
         dense=contract.alignment == "shipped",
@@ -79,7 +71,7 @@ def _(contract: HassContract) -> tuple[Rollout, ...]:
     )
     if not contract.eagle_share:
         return (last,)
-    return dataclasses.replace(last, steps=1, top_k=False, share=contract.eagle_share), last
+    return dataclasses.replace(last, steps=1, joint=True, top_k=False, share=contract.eagle_share), last
 
 
 @rollouts.register

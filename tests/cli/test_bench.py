@@ -50,6 +50,32 @@ def test_bench_beside_the_literal_implementation_and_over_length(tmp_path):
     assert f"exponent {curve['exponent_mib']:.2f}" in done.stdout or f"{curve['exponent_mib']:.2f} (last" in done.stdout
 
 
+def test_steps_of_several_cases_are_compared_in_one_process(tmp_path):
+    """Ratios are taken repetition by repetition, over the first case; each draft vocabulary is a case."""
+    both = "draft_vocab_sizes=[20,40]"
+    settings = ["variants=[eagle,eagle3]", both, "split=false", "literal=false", "shape.answer=1", "out=found.json"]
+    done = run("bench", *SMALL, *settings, cwd=tmp_path)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found.keys() == {"ratios"}
+    (race,) = found["ratios"]
+    names = ["eagle", "eagle3 20", "eagle3 40"]
+    assert list(race["seconds"]) == list(race["ratio"]) == names
+    for times, ratios in (("seconds", "ratio"), ("cpu_seconds", "cpu_ratio")):
+        for name in names:
+            pairs = zip(race[times][name]["values"], race[times]["eagle"]["values"], strict=True)
+            assert race[ratios][name]["values"] == pytest.approx([ours / eagle for ours, eagle in pairs])
+            assert len(race[ratios][name]["values"]) == 2
+            assert f"{race[ratios][name]['median']:.2f}x (" in done.stdout
+    assert all(name in done.stdout for name in names)
+    assert race["shape"]["answer"] == 1
+
+
+@pytest.mark.parametrize(("answer", "supervised"), [(0.5, 16), (1.0, 31), (0.25, 8), (1e-3, 1)])
+def test_the_answer_is_the_last_share_of_a_conversation(answer, supervised):
+    """Of 32 tokens; a row counts when the token behind it is in the answer, and the first token has none before it."""
+    assert Shape(batch=1, length=32, answer=answer).make_batch().supervised == supervised
+
+
 def test_an_exponent_is_the_slope_of_the_logarithms():
     assert exponent([2, 4, 8], [12.0, 48.0, 192.0]) == pytest.approx(2)
     assert exponent([1, 3, 7], [5.0, 5.0, 5.0]) == pytest.approx(0)
@@ -66,6 +92,11 @@ def test_bad_input_ends_in_one_message(tmp_path):
         (["steps=0"], "steps=0"),
         (["growth=depth"], "growth='depth'"),
         (["growth=steps", "variants=eagle"], "is no quantity of eagle"),
+        (["split=false", "literal=false", "variants=hass"], "nothing is left to measure: leave split or literal on"),
+        (["split=false", "literal=false", "ratios=false"], "nothing is left to measure"),
+        (["+settings.hass.eagle_share=0.5", *SMALL], "passes=1 and top_weight=0"),
+        (["settings.eagle=3"], "settings.eagle: 3 is no mapping of switches"),
+        (["shape.answer=1.5"], "shape.answer=1.5 is a share"),
         (["growth=steps", "variants=hass", "points.steps=[4,5,6,7]"], "three points up to 5 for hass"),
     ):
         done = run("bench", *arguments, cwd=tmp_path, check=False)

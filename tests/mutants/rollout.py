@@ -83,12 +83,13 @@ def masked_by_zero() -> None:
     hass.RolloutContext = lambda rows, *slots: hass.ShippedContext(rows, rows.source_BR.shape[1] + 1)
 
 
-@mutant("spliced states not detached", HASS_GOLDEN + "[masked_nopad]")
+@mutant(
+    "spliced states not detached", "tests/variants/test_hass.py::test_gradients_are_those_of_plain_chains[True-soft]"
+)
 def not_detached() -> None:
-    # a graph kept alive and run through twice gives other gradients
-    torch.Tensor.detach = lambda self: self
-    backward = torch.Tensor.backward
-    torch.Tensor.backward = lambda self, *a, **kw: backward(self, *a, **kw | {"retain_graph": True})
+    from eaglelab.variants import HassModule, Pass
+
+    HassModule._separate_passes = lambda self, *rest: iter([Pass.joined(list(self._joint_passes(*rest)))])
 
 
 @mutant(
@@ -96,10 +97,32 @@ def not_detached() -> None:
     "tests/variants/test_hass.py::test_gradients_are_those_of_plain_chains[False-soft]",
 )
 def always_detached() -> None:
-    from eaglelab.variants import HassModule
+    from eaglelab.drafters import FeatureDrafter
 
-    forward = HassModule._forward
-    HassModule._forward = lambda self, older, newest, view: forward(self, older, newest.detach(), view)
+    forward = FeatureDrafter.forward
+    FeatureDrafter.forward = lambda self, state, *rest: forward(self, state.detach(), *rest)
+
+
+@mutant(
+    "only the last pass reaches the keys of earlier states",
+    "tests/variants/test_hass.py::test_gradients_are_those_of_plain_chains[True-soft]",
+)
+def forgotten_readers() -> None:
+    from eaglelab.drafters.shared import _Gathered
+
+    _Gathered.backward = staticmethod(lambda ctx, *grads: (None, *grads))
+
+
+@mutant(
+    "gradients of keys counted twice",
+    "tests/training/test_literal.py::test_losses_and_gradients_are_the_literal_ones[needed rows-hass]",
+)
+def gathered_twice() -> None:
+    from eaglelab.drafters.shared import _Gathered
+
+    _Gathered.backward = staticmethod(
+        lambda ctx, *grads: (None, *(x + 2 * copy.grad for x, copy in zip(grads, ctx.copies, strict=True)))
+    )
 
 
 @mutant(

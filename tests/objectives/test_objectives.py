@@ -217,3 +217,22 @@ def test_chunked_sum_gradcheck_with_trained_parameters(chunk):
     torch.testing.assert_close(grad, expected)
     with torch.no_grad():
         torch.testing.assert_close(total(predicted, head), total(predicted, frozen))
+
+
+@pytest.mark.parametrize("chunk", [2, 100])
+@pytest.mark.parametrize("renormalise", [False, True])
+def test_what_one_pass_looked_up_serves_another(chunk, renormalise):
+    """A second pass over some of the rows, in another order, gives what it gives alone: loss, measures and gradient."""
+    predicted, teacher, weight = problem()
+    settings = {"top_weight": 0.7, "top_k": 4, "renormalise": renormalise, "chunk": chunk}
+    remember = []
+    distill(predicted, teacher, lambda x: x @ weight.T, remember=remember, **settings)
+    rows = torch.tensor([5, 0, 3])
+    other = torch.randn(3, 5, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    found = []
+    for taught in (remember[0].of(rows), None):
+        one = distill(other, teacher[rows], lambda x: x @ weight.T, taught=taught, **settings)
+        (gradient,) = torch.autograd.grad(one.loss, other)
+        found.append((one.loss.detach(), one.soft, one.top, one.hits_M, one.recall, gradient))
+    torch.testing.assert_close(*found)
+    assert float(found[0][2]) > 0

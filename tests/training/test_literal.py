@@ -13,16 +13,22 @@ SHAPE = Shape(hidden_size=32, intermediate_size=48, num_layers=7, num_heads=4, v
 CASES = [
     ("eagle", {"noise": "paper_uniform"}),
     ("hass", {"passes": 3, "top_k": 5, "pass_weights": [1.0, 0.5, 2.0]}),
+    ("hass", {"passes": 2, "noise": "paper_uniform", "drafter": {"num_key_value_heads": 2, "fc_bias": False}}),
+    ("hass", {"passes": 5, "pass_weights": [1.0, 0.0, 2.0, 1.0, 0.0]}),
+    ("hass", {"passes": 1}),
     ("eagle3", {}),
     ("eagle3", {"draft_vocab_size": 30, "steps": 4, "recurrence": "post_norm", "drafter": {"num_key_value_heads": 2}}),
 ]
+IDS = ["eagle", "hass", "hass grouped", "hass five", "hass one", "eagle3", "eagle3 draft vocabulary"]
 
 
-@pytest.mark.parametrize(("variant", "settings"), CASES, ids=["eagle", "hass", "eagle3", "eagle3 draft vocabulary"])
-def test_losses_and_gradients_are_the_literal_ones(variant, settings):
+@pytest.mark.parametrize(("variant", "settings"), CASES, ids=IDS)
+@pytest.mark.parametrize("skips_rows", [True, False], ids=["needed rows", "all rows"])
+def test_losses_and_gradients_are_the_literal_ones(variant, settings, skips_rows):
     counts = torch.arange(90, 0, -1)
     torch.manual_seed(0)
     module = VARIANTS[variant](SHAPE.target(), OptimConfig(lr=1e-3), answer_counts=lambda: counts, **settings)
+    module.skips_rows = skips_rows
     view = View.of(SHAPE.make_batch(), module.target, module.taps)
     total = 0.0
     for one in module.passes(view):
@@ -34,6 +40,27 @@ def test_losses_and_gradients_are_the_literal_ones(variant, settings):
     loss.backward()
     assert total == pytest.approx(float(loss.detach()), rel=1e-5)
     assert_same_gradients(ours, [p.grad for p in module.network.parameters()])
+
+
+def test_separate_passes_under_mixed_precision_err_no_more_than_the_literal_ones():
+    """Gradients of both under bf16 autocast against those in fp32, as one vector each."""
+    torch.manual_seed(0)
+    module = VARIANTS["hass"](SHAPE.target(), OptimConfig(lr=1e-3))
+    view = View.of(SHAPE.make_batch(), module.target, module.taps)
+
+    def gradient(literal: bool, mixed: bool) -> torch.Tensor:
+        module.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+            if literal:
+                literal_loss(module, view).backward()
+            else:
+                for one in module.passes(view):
+                    one.loss.backward()
+        return torch.cat([p.grad.flatten() for p in module.network.parameters()])
+
+    exact = gradient(literal=True, mixed=False)
+    ours, literal = ((gradient(x, mixed=True) - exact).norm() / exact.norm() for x in (False, True))
+    assert 0 < ours < 1.1 * literal < 0.05
 
 
 def test_packed_rows_are_refused():

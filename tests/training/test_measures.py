@@ -168,7 +168,9 @@ def dealt(rank: int) -> dict[str, list[Batch]]:
     """Two micro-batches for each process; where the rows run out differs."""
     batches, empty = uneven_batches(), make_batch(answer_from=99)
     jobs = {name: ([batches[0], batches[1]], [batches[3], empty]) for name in VARIANTS}
-    return {name: job[rank] for name, job in {**jobs, "empty end": ([batches[0], empty], [batches[3], empty])}.items()}
+    jobs["empty end"] = ([batches[0], empty], [batches[3], empty])
+    even = ([make_batch(seed=0), make_batch(seed=1)], [make_batch(seed=2), make_batch(seed=3)])
+    return {name: job[rank] for name, job in {**jobs, **{f"even {name}": even for name in VARIANTS}}.items()}
 
 
 def worker(rank: int, port: int, folder: str) -> None:
@@ -184,7 +186,8 @@ def worker(rank: int, port: int, folder: str) -> None:
     }
     torch.set_num_threads(1)
     jobs = dealt(rank)
-    results = {job: one_step(job if job in VARIANTS else "eagle", jobs[job], strategy="ddp", devices=2) for job in jobs}
+    names = {job: job.split()[-1] if job.split()[-1] in VARIANTS else "eagle" for job in jobs}
+    results = {job: one_step(name, jobs[job], strategy="ddp", devices=2) for job, name in names.items()}
     torch.save(results, f"{folder}/{rank}.pt")
     torch.distributed.destroy_process_group()
 
@@ -205,6 +208,16 @@ def test_two_processes_log_what_one_logs(name, two_processes):
         assert_same(process[name]["measured"], one)
         assert process[name]["report"] == module.report
     assert one["train/supervised_rows"] == sum(batches[i].supervised for i in (0, 1, 3))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_two_processes_have_the_gradient_of_one(name, two_processes):
+    """Of micro-batches with the same rows each; that of HASS's shared keys comes with the last pass, once."""
+    first, second = (process[f"even {name}"]["gradient"] for process in two_processes)
+    assert first.equal(second)
+    batches = [union([make_batch(seed=seed), make_batch(seed=seed + 2)]) for seed in (0, 1)]
+    alone = one_step(name, batches)["gradient"]
+    assert (first - alone).abs().max() < 1e-5 * alone.abs().max()
 
 
 def test_a_step_that_ends_with_an_empty_micro_batch_averages_its_gradients(two_processes):

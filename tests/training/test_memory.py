@@ -35,7 +35,8 @@ def packed_batch(shape: Shape) -> Batch:
 
 
 def saved_bytes(module: DraftingModule, batch: Batch, mixed: bool) -> int:
-    """Largest sum, over the passes, of the storages that autograd holds when the backward begins.
+    """Largest sum, over the passes, of the storages that are held for gradients when the backward begins: what autograd
+    saves, what passes share, and the gradients that it has gathered.
 
     Weights, their copies in half precision, the target's own tensors and the attention mask do not count.
     """
@@ -55,6 +56,7 @@ def saved_bytes(module: DraftingModule, batch: Batch, mixed: bool) -> int:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
             for one in module.passes(view):
                 alive = [x for ref in found if (x := ref()) is not None and x.shape[-2:] != mask]
+                alive += shared_tensors(one.loss, own)
                 copies = [x for x in alive if x.dtype == torch.bfloat16 and tuple(sorted(x.shape)) in weights]
                 storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in alive}
                 for x in copies:
@@ -63,6 +65,24 @@ def saved_bytes(module: DraftingModule, batch: Batch, mixed: bool) -> int:
                 one.loss.backward()
                 found.clear()
     return most
+
+
+def shared_tensors(loss: torch.Tensor, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies that other passes read, their gradients, and data that is read once more: nothing that autograd saves."""
+    found, seen, todo = [], set(), [loss.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        todo += [before for before, _ in node.next_functions]
+        read = getattr(node, "read", None)
+        found += [] if read is None else [x.cell_contents for x in read.__closure__ if torch.is_tensor(x.cell_contents)]
+        copies = [*getattr(node, "copies", []), *([node.variable] if hasattr(node, "variable") else [])]
+        for copy in copies:
+            if not any(copy is parameter for parameter in parameters):
+                found += [copy] if copy.grad is None else [copy, copy.grad]
+    return found
 
 
 def load_of(batch: Batch, shape: Shape) -> Load:

@@ -147,6 +147,20 @@ def test_gradients_are_those_of_plain_chains(target, detach, labels):
     assert max((a - b).abs().max() / b.abs().max() for a, b in zip(*plain.values(), strict=True)) > 0.05
 
 
+@pytest.mark.parametrize("detach", [True, False])
+def test_passes_that_no_row_reaches_change_nothing(target, detach):
+    """Three tokens have two rows: no chain of three steps lies in them."""
+    view = View.of(make_batch(((3,), (3,)), answer_from=1), target, ("final",))
+    found = []
+    for passes in (2, 4):
+        module = hass(target, passes=passes, detach=detach)
+        for one in module.passes(view):
+            one.loss.backward()
+        found.append([p.grad for p in module.network.parameters()])
+    assert module.supervised(view.rows, 2).numel() == 0 < module.supervised(view.rows, 1).numel()
+    assert_same_gradients(*found)
+
+
 def test_joined_passes_train_and_stay_eagle_1_first(target):
     module = hass(target, detach=False, eagle_share=0.5)
     before = [p.detach().clone() for p in module.network.parameters()]

@@ -80,3 +80,18 @@ def test_steps_do_not_land_across_segments():
     needed = needed_rows(rows, [rows.supervised_slots(step) for step in range(4)])
     assert needed.landing_M.tolist() == list(range(8))
     assert needed.lands_MS.sum(1).tolist() == [1, 2, 3, 4, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("layout", BATCHES)
+@pytest.mark.parametrize("all_rows", [True, False])
+@pytest.mark.parametrize("labels", ["soft", "hard"])
+def test_steps_land_on_rows_of_the_first_one(deep_target, layout, all_rows, labels):
+    """Root ``r`` at step ``s`` lands on row ``r + s``, which step 0 looked up."""
+    rows = make_batch(BATCHES[layout], answer_from=12).rows
+    module = build(HassModule, deep_target, {"passes": 4, "labels": labels})
+    module.skips_rows = not all_rows
+    needed = module.needed(rows)
+    for step in range(4):
+        root_M = module.supervised(rows, step)
+        assert len(needed.landed[step]) == len(root_M) > 0
+        assert needed.landing_M[needed.landed[step]].equal(root_M + step)

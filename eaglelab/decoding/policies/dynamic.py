@@ -89,7 +89,7 @@ class DynamicTree:
         how many levels there are. Rows are those of `prune`."""
         K, device = self.width, seed.hidden_B1d.device
         value_BM, tokens_BM = self._children(drafter, seed.hidden_B1d, torch.zeros(seed.batch, 1, device=device))
-        values, tokens, parents = [value_BM], [tokens_BM], [torch.zeros_like(tokens_BM)]
+        values, tokens, fronts = [value_BM], [tokens_BM], list[Tensor]()
         hidden_BWd, sees_BWP = seed.hidden_B1d, None
         first_row = 1  # of the newest level, in the order of recording
         for level in range(1, self.max_depth):
@@ -107,12 +107,16 @@ class DynamicTree:
             value_BW, tokens_BW = value_BM.gather(1, front_BW), tokens_BM.gather(1, front_BW)
             position_BW = (seed.position_B1 + level).expand_as(tokens_BW)
             hidden_BWd = drafter.step(state, hidden_BWd, tokens_BW, position_BW, sees_BWP)
-            parents.append((front_BW + first_row).repeat_interleave(K, dim=1))
+            fronts.append(front_BW + first_row)
             first_row += value_BM.shape[1]
             value_BM, tokens_BM = self._children(drafter, hidden_BWd, value_BW)
             values.append(value_BM)
             tokens.append(tokens_BM)
-        return torch.cat(parents, dim=1), torch.cat(tokens, dim=1), torch.cat(values, dim=1), len(values)
+        parents_BM = torch.zeros_like(tokens[0])
+        if fronts:
+            parents_BMK = torch.cat(fronts, dim=1)[..., None].expand(-1, -1, K)
+            parents_BM = torch.nn.functional.pad(parents_BMK.flatten(1), (parents_BM.shape[1], 0))
+        return parents_BM, torch.cat(tokens, dim=1), torch.cat(values, dim=1), len(values)
 
     def _worth(self, value_BM: Tensor, most: int) -> int:
         """How many nodes reach the floor in the sequence that has most of them; `most` without a floor."""
@@ -163,15 +167,17 @@ def prune(parent_BM: Tensor, value_BM: Tensor, budget: int) -> tuple[Tensor, Ten
     """
     kept_BN = best_first(value_BM)[:, :budget].sort(dim=1).values
     row_1N = torch.arange(1, kept_BN.shape[1] + 1, device=kept_BN.device).expand_as(kept_BN)
-    row_BR = torch.zeros_like(torch.nn.functional.pad(parent_BM, (1, 0))).scatter(1, kept_BN + 1, row_1N)
+    row_BR = parent_BM.new_zeros(parent_BM.shape[0], parent_BM.shape[1] + 1).scatter_(1, kept_BN + 1, row_1N)
     return kept_BN, row_BR.gather(1, parent_BM.gather(1, kept_BN))
 
 
 def best_first(value_BM: Tensor) -> Tensor:
     """Indices of the values, largest first, equals in order, NaN with -inf."""
-    ranked_BM = value_BM.masked_fill(value_BM.isnan(), -torch.inf)
-    return ranked_BM.argsort(dim=1, descending=True, stable=True)
+    ranked_BM = value_BM.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    return ranked_BM.sort(dim=1, descending=True, stable=True).indices
 
 
 def _gather_rows(values_BWn: Tensor, rows_BW: Tensor) -> Tensor:
+    if values_BWn.shape[0] == 1:
+        return values_BWn.index_select(1, rows_BW[0])
     return values_BWn.gather(1, rows_BW[..., None].expand(-1, -1, values_BWn.shape[-1]))
