@@ -185,4 +185,4 @@ def placement_of(config: DictConfig) -> Placement:
         raise ValueError(f"devices={devices}: a training needs at least one")
     strategy = config.trainer.get("strategy")
     name = str(strategy.get("_target_", "")) if isinstance(strategy, DictConfig) else str(strategy)
-    return Placement(int(devices), sharded="ShardedTarget" in name)
+    return Placement(int(devices), sharded="ShardedStrategy" in name)

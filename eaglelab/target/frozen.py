@@ -175,7 +175,8 @@ class FrozenTarget(nn.Module):
     def shard(self, device: str | torch.device) -> None:
         """Keep only this process's share of every decoder layer; a layer is put together while it runs (FSDP2).
 
-        Embedding, head and the last norm stay whole: losses and decoding use them outside of a forward pass.
+        Embedding, head and the last norm stay whole: losses and decoding use them outside of a forward pass. A target
+        that is sharded already stays as it is.
 
         Args:
             device: of this process.
@@ -185,14 +186,15 @@ class FrozenTarget(nn.Module):
         """
         from torch.distributed import get_world_size, is_initialized
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.fsdp import FSDPModule, fully_shard
 
         if not is_initialized():
             raise ValueError("a target is sharded over several processes, and there is one; use trainer=ddp or gpu")
         _ = self.fingerprint  # of the whole weights
-        mesh = init_device_mesh(torch.device(device).type, (get_world_size(),))
-        for layer in self._wiring.layers:
-            fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+        if not isinstance(self._wiring.layers[0], FSDPModule):
+            mesh = init_device_mesh(torch.device(device).type, (get_world_size(),))
+            for layer in self._wiring.layers:
+                fully_shard(layer, mesh=mesh, reshard_after_forward=True)
         self.to(device)
 
     # --- embedding and head -----------------------------------------------------------------

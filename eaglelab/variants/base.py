@@ -23,6 +23,7 @@ from eaglelab.data.draft_vocabulary import DraftVocabulary
 from eaglelab.data.needed import NeededRows, needed_rows
 from eaglelab.data.rows import Rows
 from eaglelab.drafters import DrafterConfig, DraftNetwork, SlotDrafter, compile_parts
+from eaglelab.drafters.sharding import NetworkShards
 from eaglelab.features.source import FeatureSource, OnlineFeatures
 from eaglelab.target import FeatureManifest, FrozenTarget, Tap
 from eaglelab.variants.contract import Contract
@@ -246,6 +247,7 @@ class DraftingModule(L.LightningModule, ABC):
 
     def _backward_passes(self, batch: Batch) -> None:
         """Gradients of one micro-batch."""
+        self._gather()
         began = time.perf_counter()
         view = View.of(batch, self.target, self.taps, self.source)
         self._target_seconds += time.perf_counter() - began
@@ -265,7 +267,9 @@ class DraftingModule(L.LightningModule, ABC):
         optimizer, scheduler = self.optimizers(), self.lr_schedulers()
         assert isinstance(optimizer, LightningOptimizer)
         assert isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler)
-        if self._gradient_is_local:
+        if self._shards is not None:
+            self._shards.reduce_gradients()
+        elif self._gradient_is_local:
             self._average_gradients()
         if (limit := self.optim.clip_value) is not None:
             self.clip_gradients(optimizer.optimizer, gradient_clip_val=limit, gradient_clip_algorithm="value")
@@ -275,6 +279,15 @@ class DraftingModule(L.LightningModule, ABC):
         optimizer.zero_grad()
         scheduler.step()
         self._has_gradient = False
+
+    @property
+    def _shards(self) -> NetworkShards | None:
+        """Set where the strategy spreads the drafter over the processes."""
+        return None if self._trainer is None else getattr(self.trainer.strategy, "drafter_shards", None)
+
+    def _gather(self) -> None:
+        if self._shards is not None:
+            self._shards.gather()
 
     def _unsynchronised(self) -> AbstractContextManager[None]:
         """Gradients stay on their process: they are exchanged once per step, by its last pass."""
@@ -328,6 +341,9 @@ class DraftingModule(L.LightningModule, ABC):
         self._target_seconds = 0.0
 
     # ---- validation -----------------------------------------------------------------------------------------
+
+    def on_validation_start(self) -> None:
+        self._gather()
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         self.chain.update(self.network, View.of(batch, self.target, self.taps, self.source))

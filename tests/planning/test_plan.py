@@ -98,7 +98,7 @@ def _with_gpus(changes: list[str]) -> list[str]:
     if "trainer=fsdp" not in changes:
         return changes
     return [change for change in changes if change != "trainer=fsdp"] + [
-        "trainer.strategy={_target_: eaglelab.training.ShardedTargetStrategy}"
+        "trainer.strategy={_target_: eaglelab.training.ShardedStrategy}"
     ]
 
 
