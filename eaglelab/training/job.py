@@ -18,10 +18,11 @@ from eaglelab.data.draft_vocabulary import DraftVocabulary
 from eaglelab.data.module import PackedDataModule
 from eaglelab.features.data import StoreDataModule
 from eaglelab.features.store import FeatureStore, StoreFeatures
-from eaglelab.target import FeatureManifest, FrozenTarget, HeadOnlyTarget
+from eaglelab.target import FeatureManifest, FrozenTarget, HeadOnlyTarget, ShardedTarget
 from eaglelab.training.callbacks import GracefulStop
 from eaglelab.training.precision import require_budget, require_precision
 from eaglelab.training.run_folder import RunFolder, read_checkpoint
+from eaglelab.training.strategies import shards_target
 from eaglelab.variants import DraftingModule, OptimConfig
 from eaglelab.variants.manifest import require_same_weights
 
@@ -64,7 +65,7 @@ def train_once(
     torch.use_deterministic_algorithms(config.deterministic, warn_only=True)
 
     store = open_store(config)
-    target = FrozenTarget.load(**config.target) if store is None else HeadOnlyTarget.load(**config.target)
+    target = _load_target(config, store)
     data = build_data(config, target) if store is None else build_stored_data(config, store)
     data.setup()
     module = build_module(config, target, data, store)
@@ -100,6 +101,12 @@ def train_once(
     if trainer.is_global_zero:
         folder.update_metrics({"training": figures})
     return TrainingResult(folder, figures, interrupted, trainer.is_global_zero)
+
+
+def _load_target(config: DictConfig, store: FeatureStore | None) -> FrozenTarget:
+    if store is not None:
+        return HeadOnlyTarget.load(**config.target)
+    return (ShardedTarget if shards_target(config.trainer) else FrozenTarget).load(**config.target)
 
 
 def open_store(config: DictConfig) -> FeatureStore | None:

@@ -7,12 +7,21 @@ from typing import Any
 
 import lightning as L
 import torch
+from hydra.utils import get_class
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from omegaconf import DictConfig
 from torch.distributed.device_mesh import init_device_mesh
 
 from eaglelab.drafters.sharding import NetworkShards, sharded_state, whole
 from eaglelab.variants import DraftingModule
+
+
+def shards_target(trainer: DictConfig) -> bool:
+    """Whether a configured trainer spreads the target's layers over its processes."""
+    strategy = trainer.get("strategy")
+    name = strategy.get("_target_") if isinstance(strategy, DictConfig) else None
+    return name is not None and getattr(get_class(name), "shards_target", False)
 
 
 class ShardedStrategy(DDPStrategy):
