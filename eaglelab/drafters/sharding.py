@@ -26,6 +26,8 @@ class NetworkShards:
         mesh: one-dimensional, over all processes.
     """
 
+    clips = False
+
     def __init__(self, network: DraftNetwork, mesh: Any) -> None:
         self.network = network
         self._sharded = fully_shard(network, mesh=mesh, reshard_after_forward=False)

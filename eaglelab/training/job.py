@@ -23,6 +23,7 @@ from eaglelab.training.callbacks import GracefulStop
 from eaglelab.training.precision import require_budget, require_precision
 from eaglelab.training.run_folder import RunFolder, read_checkpoint
 from eaglelab.training.strategies import shards_target
+from eaglelab.training.zero import ZeroStrategy
 from eaglelab.variants import DraftingModule, OptimConfig
 from eaglelab.variants.manifest import require_same_weights
 
@@ -76,6 +77,8 @@ def train_once(
     trainer: L.Trainer = instantiate(
         config.trainer, callbacks=callbacks, logger=instantiate(config.logger) if config.logger else False
     )
+    if isinstance(trainer.strategy, ZeroStrategy):
+        trainer.strategy.require(module.optim)
     if ckpt_path is not None:  # refuse before anything in the folder changes
         require_resumable(module, ckpt_path)
     if trainer.is_global_zero:

@@ -10,7 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import lightning as L
 import torch
@@ -23,7 +23,6 @@ from eaglelab.data.draft_vocabulary import DraftVocabulary
 from eaglelab.data.needed import NeededRows, needed_rows
 from eaglelab.data.rows import Rows
 from eaglelab.drafters import DrafterConfig, DraftNetwork, SlotDrafter, compile_parts
-from eaglelab.drafters.sharding import NetworkShards
 from eaglelab.features.source import FeatureSource, OnlineFeatures
 from eaglelab.target import FeatureManifest, FrozenTarget, Tap
 from eaglelab.variants.contract import Contract
@@ -66,6 +65,19 @@ class Pass:
             loss = loss + one.loss
         measures = {name: measure for one in passes for name, measure in one.measures.items()}
         return cls(loss, [term for one in passes for term in one.terms], measures)
+
+
+class Shards(Protocol):
+    """A drafter, or its optimizer's state, spread over processes; all of them call the same, in the same order."""
+
+    clips: bool
+    """Whether the gradient is clipped by its norm without the module's doing."""
+
+    def gather(self) -> None:
+        """Make the drafter's weights whole, for any number of passes."""
+
+    def reduce_gradients(self) -> None:
+        """Average the gradients of all passes over the processes; each keeps its share."""
 
 
 class DraftingModule(L.LightningModule, ABC):
@@ -273,7 +285,7 @@ class DraftingModule(L.LightningModule, ABC):
             self._average_gradients()
         if (limit := self.optim.clip_value) is not None:
             self.clip_gradients(optimizer.optimizer, gradient_clip_val=limit, gradient_clip_algorithm="value")
-        if (limit := self.optim.clip_norm) is not None:
+        if (limit := self.optim.clip_norm) is not None and not getattr(self._shards, "clips", False):
             self.clip_gradients(optimizer.optimizer, gradient_clip_val=limit, gradient_clip_algorithm="norm")
         optimizer.step()
         optimizer.zero_grad()
@@ -281,8 +293,8 @@ class DraftingModule(L.LightningModule, ABC):
         self._has_gradient = False
 
     @property
-    def _shards(self) -> NetworkShards | None:
-        """Set where the strategy spreads the drafter over the processes."""
+    def _shards(self) -> Shards | None:
+        """Set where the strategy spreads the drafter, or its optimizer's state, over the processes."""
         return None if self._trainer is None else getattr(self.trainer.strategy, "drafter_shards", None)
 
     def _gather(self) -> None:
