@@ -17,6 +17,7 @@ from eaglelab.data import ConversationDataModule
 from eaglelab.data.draft_vocabulary import DraftVocabulary
 from eaglelab.data.module import PackedDataModule
 from eaglelab.features.data import StoreDataModule
+from eaglelab.features.folders import Streaming
 from eaglelab.features.store import FeatureStore, StoreFeatures
 from eaglelab.target import FeatureManifest, FrozenTarget, HeadOnlyTarget, ShardedTarget
 from eaglelab.training.callbacks import GracefulStop
@@ -116,12 +117,17 @@ def open_store(config: DictConfig) -> FeatureStore | None:
     """The feature store that the run reads; None: the target is run.
 
     Raises:
-        ValueError: no finished store there, or neither of the two was asked for.
+        ValueError: no finished store there, one that cannot be read, or neither of the two was asked for.
     """
     features = config.get("features") or {"source": "online"}
     if features["source"] not in ("online", "store"):
         raise ValueError(f"features.source={features['source']!r} is not one of online, store")
-    return FeatureStore(features["path"]) if features["source"] == "store" else None
+    if features["source"] == "online":
+        return None
+    streaming = {name: features[name] for name in ("cache", "cache_gib", "prefetch") if name in features}
+    return FeatureStore(
+        features["path"], streaming=Streaming(**streaming), shuffle_shards=features.get("shuffle_shards")
+    )
 
 
 def build_module(
