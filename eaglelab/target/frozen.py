@@ -197,7 +197,7 @@ class FrozenTarget(nn.Module):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import FSDPModule, fully_shard
 
-        if isinstance(self._wiring.layers[0], FSDPModule):
+        if any(isinstance(layer, FSDPModule) for layer in self._wiring.layers):
             return
         mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
         for layer in self._wiring.layers:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from eaglelab.target import FrozenTarget, ShardedTarget
+from eaglelab.target import FrozenTarget, HeadOnlyTarget, ShardedTarget
 from tests.target.target_families import FAMILIES, build
 from tests.training.test_measures import free_port
 from tests.variants.conftest import tiny_target
@@ -61,6 +61,7 @@ def worker(rank: int, port: int, folder: str) -> None:
         found[name] = facts(target)
     target.shard("cpu")  # once more changes nothing
     found["twice"] = facts(target)
+    HeadOnlyTarget.load(f"{folder}/llama").shard("cpu")  # as training from a store does
     torch.save(found, f"{folder}/{rank}.pt")
     torch.distributed.destroy_process_group()
 

@@ -11,9 +11,14 @@ from torch.nn import functional as F
 from eaglelab.data.batch import Batch
 from eaglelab.data.rows import compile_rows
 from eaglelab.drafters.sharding import whole
+from eaglelab.target.shape import TargetShape
 from eaglelab.training import ShardedStrategy
+from eaglelab.training.activations import Numerics
+from eaglelab.training.flops import Load
+from eaglelab.training.memory import Placement, step_memory
 from eaglelab.variants import VARIANTS, OptimConfig
 from eaglelab.variants.measures import RowMeans
+from eaglelab.variants.rollout import rollouts
 from tests.variants.conftest import loader, make_batch, tiny_target
 from tests.variants.test_eagle import trainer
 
@@ -169,7 +174,10 @@ def one_step(name, batches, *, optim=None, folder=None, **settings) -> dict:
     fit = trainer(1, callbacks=[gradient], **settings)
     fit.fit(module, loader(batches))
     assert fit.global_step == 1
+    (optimizer,) = fit.strategy.optimizers
+    state = [getattr(x, "_local_tensor", x) for one in optimizer.state.values() for x in one.values()]
     found = {"measured": measured(fit), "report": module.report, "gradient": gradient.all, "shares": gradient.shares}
+    found["state"] = sum(x.nbytes for x in state if x.ndim)
     if folder is not None:
         fit.save_checkpoint(folder)
         found["validated"] = fit.validate(module, loader([make_batch(((14, 9),))]), verbose=False)[0]
@@ -258,6 +266,10 @@ def test_a_sharded_drafter_trains_as_a_whole_one(job, two_processes, tmp_path):
     step turns the rounding of tiny gradients into steps of its own size, so weights are compared by their mean.
     """
     here = tmp_path / "one.ckpt"
+    module = build(variant_of(job), **SHARDED[job])
+    target, spread = TargetShape.of_model(module.target.model), Placement(2, sharded=True, drafter="sharded")
+    arguments = (module.drafter_config, rollouts(module.contract), Load(1, 20, 19, 10), module.optim, Numerics())
+    planned = step_memory(target, *arguments, spread)
     both = [union(list(micro)) for micro in zip(*(dealt(rank)[job] for rank in range(2)), strict=True)]
     alone = one_step(variant_of(job), both, optim=SHARDED[job], folder=here)
     for process in two_processes:
@@ -267,11 +279,12 @@ def test_a_sharded_drafter_trains_as_a_whole_one(job, two_processes, tmp_path):
         assert found["validated"]["val/feature_error@1"] == pytest.approx(
             alone["validated"]["val/feature_error@1"], rel=1e-3
         )
+        assert found["state"] == pytest.approx(planned.optimizer, rel=0.01)
         assert max(found["shares"]) < 0.6  # no process holds a whole gradient when the optimizer steps
     one, two = torch.load(here, weights_only=True), two_processes[0]["checkpoints"][job]
     assert one.keys() == two.keys()
     assert one["state_dict"].keys() == two["state_dict"].keys()
-    before = build(variant_of(job)).state_dict()
+    before = module.state_dict()
     for name, weight in one["state_dict"].items():
         found, moved = two["state_dict"][name].double(), (weight.double() - before[name].double()).abs().mean()
         share = 0.1 if job == "muon" else 0.002  # Muon rounds to bf16
