@@ -68,11 +68,12 @@ def _told(writer: StoreWriter, done: Progress) -> str:
 def verify(config: DictConfig) -> None:
     """Check a store; exit code 1 and the place of the difference if there is one."""
     from eaglelab.features import verify as job
+    from eaglelab.features.folders import Streaming
     from eaglelab.features.store import FeatureStore
     from eaglelab.target import FrozenTarget
 
     quiet_libraries()
-    store = FeatureStore(config.store)
+    store = FeatureStore(config.store, streaming=Streaming(config.cache, config.cache_gib))
     recorded = store.manifest
     target = FrozenTarget.load(
         config.target.source or recorded.target.source,

@@ -24,16 +24,20 @@ from eaglelab.data.packing import PackedRow, PackedRows, collate
 from eaglelab.data.rows import SuperviseRule
 
 Position = tuple[int, int]
-WAYS = {"rows_per_batch": " (data.batch_size times processes)"}
+WAYS = {
+    "rows_per_batch": " (data.batch_size times processes)",
+    "shuffle": " (features.shuffle_shards, or the store in one place)",
+}
 
 
-def epoch_order(seed: int, epoch: int, count: int) -> NDArray[np.int64]:
+def epoch_order(seed: int, epoch: int, count: int, group_N: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
     """A permutation of ``range(count)``: int64 [N]. Equal arguments give equal orders on every machine.
 
-    Ranks raw Philox words: NumPy keeps those stable across versions, unlike its shuffles.
+    Ranks raw Philox words: NumPy keeps those stable across versions, unlike its shuffles. With ``group_N``, rows of a
+    lower group come first, and the words decide inside a group.
     """
     words_N = np.random.Philox(np.random.SeedSequence([seed, epoch])).random_raw(count)
-    return np.argsort(words_N, kind="stable")
+    return np.argsort(words_N, kind="stable") if group_N is None else np.lexsort((words_N, group_N))
 
 
 def epoch_batches(order_N: NDArray[np.int64], batch_size: int, rank: int = 0, world_size: int = 1) -> list[list[int]]:
@@ -110,26 +114,36 @@ class RowLoader:
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """Batches ``start``, ``start + 1``, ... of ``epoch``."""
-        return iter(
+        plan = self.plan(epoch)[start:]
+        batches = iter(
             DataLoader(
                 _Rows(self.rows),  # type: ignore[arg-type]
-                batch_sampler=self.plan(epoch)[start:],
+                batch_sampler=plan,
                 collate_fn=self._collate,
                 num_workers=self.num_workers,
                 pin_memory=torch.cuda.is_available(),
                 generator=torch.Generator().manual_seed(0),  # else iter() draws from the global stream
             )
         )
+        return self.rows.follow(plan, batches)
 
     def plan(self, epoch: int) -> list[list[int]]:
         """Row indices of every batch of ``epoch`` on this process."""
         count = len(self.rows)
-        order_N = np.arange(count) if self.seed is None else epoch_order(self.seed, epoch, count)
+        if self.seed is None:
+            order_N = np.arange(count)
+        else:
+            order_N = epoch_order(self.seed, epoch, count, self.rows.shuffle_groups(self.seed, epoch))
         return epoch_batches(order_N, self.batch_size, self.rank, self.world_size)
 
     def state_dict(self) -> dict[str, object]:
         """What a position in the order of batches means; Lightning stores it in every checkpoint."""
-        return {"data": self.rows.digest, "seed": self.seed, "rows_per_batch": self.batch_size * self.world_size}
+        state: dict[str, object] = {
+            "data": self.rows.digest,
+            "seed": self.seed,
+            "rows_per_batch": self.batch_size * self.world_size,
+        }
+        return state if self.rows.order_name is None else state | {"shuffle": self.rows.order_name}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
         """Check that the saved position means the same here. The number of processes may change: a global batch is the
@@ -138,7 +152,9 @@ class RowLoader:
         Raises:
             ValueError: other data, seed or rows per global batch than in the checkpoint.
         """
-        for field, here in self.state_dict().items():
+        present = self.state_dict()
+        for field in (*present, *(set(state) - set(present))):
+            here = present.get(field)
             if state.get(field) != here:
                 raise ValueError(
                     f"cannot continue in the middle of the data: {field} is {here} here and {state.get(field)} in the "

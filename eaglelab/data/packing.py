@@ -9,7 +9,7 @@ import bisect
 import dataclasses
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, get_args
 
 import numpy as np
@@ -86,6 +86,19 @@ class PackedRows(Sequence[PackedRow]):
         stop = int(stops[-1])
         lengths = np.diff(stops, prepend=start)
         return PackedRow(self.tokens_T[start:stop], self.answer_T[start:stop], tuple(lengths.tolist()))
+
+    def shuffle_groups(self, seed: int, epoch: int) -> NDArray[np.int64] | None:
+        """int64 [N]: groups of rows that are read one after the other, each shuffled; None: all rows are one group."""
+        return None
+
+    @property
+    def order_name(self) -> str | None:
+        """What :meth:`shuffle_groups` depends on beside its arguments; None without groups."""
+        return None
+
+    def follow(self, plan: Sequence[Sequence[int]], batches: Iterator[Batch]) -> Iterator[Batch]:
+        """``batches``, read with the rows of ``plan``; the place to prepare for those that come."""
+        return batches
 
     @property
     def digest(self) -> str:

@@ -15,7 +15,7 @@ import xxhash
 UNFINISHED = ".unfinished"
 """Ends the names of files that are being written."""
 
-_FULL = {errno.ENOSPC, errno.EDQUOT}
+FULL = {errno.ENOSPC, errno.EDQUOT}
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 
@@ -106,7 +106,7 @@ def plain_errors(folder: Path, again: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in _FULL:
+        if error.errno in FULL:
             raise ValueError(
                 f"no space left for out={folder} ({free_bytes(folder) / 1e6:,.0f} MB free, or a quota is reached). "
                 f"Nothing half-written remains; free some space, then {again}"

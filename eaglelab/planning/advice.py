@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from eaglelab.planning.setting import Setting
 from eaglelab.training.activations import WIDE
 from eaglelab.training.flops import Load
+from eaglelab.training.memory import Placement
 
 USABLE = 0.92
 """Of a device's memory: the rest is for the runtime's own context and for holes between blocks."""
@@ -84,14 +85,19 @@ def _candidates(setting: Setting, row_length: int) -> Iterator[list[tuple[str, S
         [
             (
                 "trainer=fsdp" + ("" if placement.devices > 1 else f" trainer.devices={devices}"),
-                dataclasses.replace(setting, placement=dataclasses.replace(placement, devices=devices, sharded=True)),
+                dataclasses.replace(setting, placement=Placement(devices, sharded=setting.online, drafter="sharded")),
             )
             for devices in shared
         ]
-        if not placement.sharded and setting.online
+        if placement.drafter == "whole" and not placement.sharded
         else []
     )
     rollout = setting.kinds[-1]
+    yield (
+        [("checkpoint_steps=true", dataclasses.replace(setting, checkpoint_steps=True))]
+        if rollout.own_head and rollout.steps > 1 and not setting.checkpoint_steps
+        else []
+    )
     reducible = rollout.own_head and (setting.drafter.draft_vocab_size or setting.drafter.vocab_size) > DRAFT_VOCABULARY
     smaller = dataclasses.replace(setting.drafter, draft_vocab_size=DRAFT_VOCABULARY)
     yield (

@@ -37,6 +37,7 @@ class Plan:
     """Sizes in bytes, counts of parameters and operations.
 
     Attributes:
+        sharded, drafter_placement: see :class:`~eaglelab.training.memory.Placement`.
         trained, frozen: parameters of the drafter: its own, and those of the target that it uses (embedding, head).
         memory: of a device at the step that needs most.
         device_bytes: of a device's memory; None: not known, nothing is judged.
@@ -58,6 +59,7 @@ class Plan:
     accelerator: str
     devices: int
     sharded: bool
+    drafter_placement: str
     trained: int
     frozen: int
     data: DataFigures
@@ -123,6 +125,7 @@ def make_plan(config: DictConfig) -> Plan:
         numerics,
         placement,
         online,
+        module.checkpoint_steps,
     )
     memory, device = setting.memory(), _device_bytes(config, cpu, placement.devices)
     fits = device is None or memory.peak <= USABLE * device
@@ -138,6 +141,7 @@ def make_plan(config: DictConfig) -> Plan:
         accelerator=str(config.trainer.accelerator),
         devices=devices,
         sharded=placement.sharded,
+        drafter_placement=placement.drafter,
         trained=trained,
         frozen=frozen,
         data=data,
@@ -265,8 +269,8 @@ def _notes(
     if kinds[-1].trains_head and (proposed := drafter.draft_vocab_size or drafter.vocab_size) > 64_000:
         gib = 4 * 4 * proposed * drafter.hidden_size / 2**30
         notes.append(
-            f"the own head, its gradient and two moments take {gib:.1f} GiB; variant.draft_vocab_size=32000 as "
-            "published makes them smaller"
+            f"the own head, its gradient and two moments take {gib:.1f} GiB where they are whole; "
+            "variant.draft_vocab_size=32000 as published makes them smaller"
         )
     if len(kinds) > 1:
         notes.append(

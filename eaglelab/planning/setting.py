@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from hydra.utils import instantiate
+from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, OmegaConf
 from transformers import LlamaConfig
 
@@ -19,6 +19,8 @@ from eaglelab.training.activations import WIDE, Numerics
 from eaglelab.training.flops import Load, StepFlops, step_flops
 from eaglelab.training.memory import Memory, Placement, step_memory
 from eaglelab.training.precision import HALF, require_precision
+from eaglelab.training.strategies import ShardedStrategy
+from eaglelab.training.zero import ZeroStrategy
 from eaglelab.variants import DraftingModule, OptimConfig
 from eaglelab.variants.contract import Contract
 from eaglelab.variants.rollout import Rollout, rollouts
@@ -31,6 +33,7 @@ class Setting:
     Attributes:
         load: the largest micro-batch.
         online: the target runs.
+        checkpoint_steps: the setting of that name.
     """
 
     target: TargetShape
@@ -42,10 +45,11 @@ class Setting:
     numerics: Numerics
     placement: Placement
     online: bool = True
+    checkpoint_steps: bool = False
 
     @property
     def kinds(self) -> tuple[Rollout, ...]:
-        return rollouts(self.contract)
+        return tuple(dataclasses.replace(one, checkpointed=self.checkpoint_steps) for one in rollouts(self.contract))
 
     def memory(self) -> Memory:
         """Of the step that needs most."""
@@ -140,7 +144,10 @@ def describe_variant(config: DictConfig, target: TargetShape) -> DraftingModule:
             hidden_size=target.hidden_size,
             head_weight=torch.empty(target.vocab_size, target.hidden_size),
         )
-        module: DraftingModule = build(target=outline, optim=optim_of(config), seed=0)
+        checkpoint_steps = bool(config.get("checkpoint_steps"))
+        module: DraftingModule = build(
+            target=outline, optim=optim_of(config), seed=0, checkpoint_steps=checkpoint_steps
+        )
     if size is not None and size < target.vocab_size:
         module.drafter_config = dataclasses.replace(module.drafter_config, draft_vocab_size=size)
     return module
@@ -184,5 +191,10 @@ def placement_of(config: DictConfig) -> Placement:
     if devices < 1:
         raise ValueError(f"devices={devices}: a training needs at least one")
     strategy = config.trainer.get("strategy")
-    name = str(strategy.get("_target_", "")) if isinstance(strategy, DictConfig) else str(strategy)
-    return Placement(int(devices), sharded="ShardedTarget" in name)
+    settings = strategy if isinstance(strategy, DictConfig) else {}
+    kind = get_class(settings["_target_"]) if "_target_" in settings else None
+    if kind is ZeroStrategy:
+        return Placement(int(devices), drafter="partitioned")
+    if kind is not ShardedStrategy:
+        return Placement(int(devices))
+    return Placement(int(devices), sharded=True, drafter="sharded" if settings.get("shard_drafter", True) else "whole")

@@ -44,7 +44,9 @@ def _line(label: str, value: str, remark: str = "") -> str:
 
 def _devices(plan: Plan) -> str:
     kind = plan.accelerator if plan.accelerator in ("cpu", "gpu") else "device"
-    shared = ", target sharded" if plan.sharded else ""
+    parts = ["target"] * plan.sharded + ["drafter"] * (plan.drafter_placement == "sharded")
+    shared = f", {' and '.join(parts)} sharded" if parts else ""
+    shared += ", optimizer partitioned" if plan.drafter_placement == "partitioned" else ""
     return f"{plan.devices} {kind}{'s' if plan.devices > 1 else ''}, {plan.precision}{shared}"
 
 
@@ -65,9 +67,9 @@ def _memory(plan: Plan) -> Iterator[str]:
     yield "memory of a device at the largest step"
     rows = {
         "target weights": (memory.target, ""),
-        "drafter weights": (memory.drafter, "with copies for mixed precision" if "mixed" in plan.precision else ""),
-        "gradients": (memory.gradients, "with buckets for their exchange" if plan.devices > 1 else ""),
-        "optimizer state": (memory.optimizer, ""),
+        "drafter weights": (memory.drafter, ", ".join(_weight_remarks(plan))),
+        "gradients": (memory.gradients, _exchange(plan)),
+        "optimizer state": (memory.optimizer, "" if plan.drafter_placement == "whole" else "this device's share"),
         "features": (memory.features, "taps and last features of a micro-batch, states of the rollout"),
         "kept for backward": (memory.kept, "activations of the drafter"),
         "loss chunk": (memory.chunk, "logits of a chunk of rows, and their gradient"),
@@ -76,6 +78,19 @@ def _memory(plan: Plan) -> Iterator[str]:
     for label, (number, remark) in rows.items():
         yield _line(f"  {label}", size(number), remark)
     yield _line("  peak", size(memory.peak), _room(plan))
+
+
+def _weight_remarks(plan: Plan) -> Iterator[str]:
+    if "mixed" in plan.precision:
+        yield "with copies for mixed precision"
+    if plan.drafter_placement != "whole" and plan.devices > 1:
+        yield "whole during a step, and this device's share"
+
+
+def _exchange(plan: Plan) -> str:
+    if plan.devices == 1 or plan.drafter_placement == "sharded":
+        return ""
+    return "with buckets for their exchange" if plan.drafter_placement == "whole" else "with this device's share"
 
 
 def _room(plan: Plan) -> str:

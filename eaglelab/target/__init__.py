@@ -12,6 +12,7 @@ from eaglelab.target.manifest import (
     ManifestMismatch,
 )
 from eaglelab.target.masks import MaskRule
+from eaglelab.target.sharded import ShardedTarget
 from eaglelab.target.taps import FINAL, Tap, default_taps, validate_taps
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "ManifestMismatch",
     "MaskRule",
     "RowsOutput",
+    "ShardedTarget",
     "Tap",
     "TargetFingerprint",
     "cache_folder",

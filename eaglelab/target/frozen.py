@@ -57,14 +57,23 @@ class FrozenTarget(nn.Module):
         location: loading.Location | None = None,
     ) -> None:
         super().__init__()
-        self.model = model.requires_grad_(False)
-        self.train(False)
         self.tokenizer = tokenizer
         self.source = source
         self.revision = revision
+        self._location = location
+        self._wrap(model)
+        self._prefix = ""
+        self.register_load_state_dict_post_hook(_expect_nothing)
+        if tokenizer is not None:
+            from_gguf = location is not None and location.gguf_file is not None
+            loading.check_vocabulary(tokenizer, self.embedding_size, from_gguf)
+        self._embed_scale, self._head_form = self._ask()
+
+    def _wrap(self, model: Any) -> None:
+        self.model = model.requires_grad_(False)
+        self.train(False)
         self.text_config = model.config.get_text_config()
         self.max_positions = probe.max_positions(self.text_config)
-        self._location = location
         self._wiring = find_wiring(model)
         self._masks = MaskRule.from_config(self.text_config)
         use_exact_attention(model)
@@ -72,12 +81,6 @@ class FrozenTarget(nn.Module):
         self.embedding_size = int(self._wiring.embedding.num_embeddings)
         self.hidden_size = int(self._wiring.head.in_features)
         self.vocab_size = int(self._wiring.head.out_features)
-        self._prefix = ""
-        self.register_load_state_dict_post_hook(_expect_nothing)
-        if tokenizer is not None:
-            from_gguf = location is not None and location.gguf_file is not None
-            loading.check_vocabulary(tokenizer, self.embedding_size, from_gguf)
-        self._embed_scale, self._head_form = self._ask()
 
     @classmethod
     def load(
@@ -176,7 +179,8 @@ class FrozenTarget(nn.Module):
     def shard(self, device: str | torch.device) -> None:
         """Keep only this process's share of every decoder layer; a layer is put together while it runs (FSDP2).
 
-        Embedding, head and the last norm stay whole: losses and decoding use them outside of a forward pass.
+        Embedding, head and the last norm stay whole: losses and decoding use them outside of a forward pass. A target
+        that is sharded already stays as it is.
 
         Args:
             device: of this process.
@@ -184,17 +188,21 @@ class FrozenTarget(nn.Module):
         Raises:
             ValueError: no process group, that is, a single process.
         """
-        from torch.distributed import get_world_size, is_initialized
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
-        if not is_initialized():
+        if not torch.distributed.is_initialized():
             raise ValueError("a target is sharded over several processes, and there is one; use trainer=ddp or gpu")
         _ = self.fingerprint  # of the whole weights
-        mesh = init_device_mesh(torch.device(device).type, (get_world_size(),))
+        self._shard_layers(torch.device(device))
+        self.to(device)
+
+    def _shard_layers(self, device: torch.device) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import FSDPModule, fully_shard
+
+        if any(isinstance(layer, FSDPModule) for layer in self._wiring.layers):
+            return
+        mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
         for layer in self._wiring.layers:
             fully_shard(layer, mesh=mesh, reshard_after_forward=True)
-        self.to(device)
 
     # --- embedding and head -----------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from torch import nn
 
@@ -15,6 +15,9 @@ from eaglelab.target.fingerprint import stored_weights
 from eaglelab.target.frozen import FrozenTarget
 
 log = logging.getLogger(__name__)
+
+CannotStandAlone = (ValueError, RuntimeError, IndexError, AttributeError, TypeError)
+"""What the library raises where one layer is no model of its family."""
 
 
 class HeadOnlyTarget(FrozenTarget):
@@ -33,19 +36,12 @@ class HeadOnlyTarget(FrozenTarget):
         """
         bundled = source == "bundled"
         where = assets.bundled_target() if bundled else source
-        settings: dict[str, Any] = {
-            "dtype": "float32",
-            "device": "cpu",
-            "revision": None,
-            "trust_remote_code": False,
-            "gguf_file": None,
-            "attn_implementation": "sdpa",
-        } | options
+        settings = {**loading.DEFAULTS, **options}
         target = None
         if settings["gguf_file"] is None and Path(where).suffix != ".gguf":
             try:
                 target, config = cls._with_one_layer(where, settings)
-            except (ValueError, RuntimeError, IndexError, AttributeError, TypeError) as error:
+            except CannotStandAlone as error:
                 log.info("loading all layers of %s: one alone is no model of its family (%s)", source, error)
         if target is None:
             model, tokenizer, place = loading.load(where, **settings)
@@ -57,15 +53,15 @@ class HeadOnlyTarget(FrozenTarget):
         return target
 
     @classmethod
-    def _with_one_layer(cls, source: str | Path, settings: dict[str, Any]) -> tuple[HeadOnlyTarget, Any]:
+    def _with_one_layer(cls, source: str | Path, settings: dict[str, Any]) -> tuple[Self, Any]:
         """The target with the first of its layers, and its whole config.
 
         Raises:
             ValueError: no such model, or its weights have to be loaded to be identified.
         """
         whole, short = _configs(source, settings)
-        with _quiet():
-            model, tokenizer, place = loading.load(source, **settings, config=short)
+        with quiet():
+            model, tokenizer, place = loading.load(source, **settings, extra={"config": short})
         if place.folder is None or stored_weights(place.folder) is None:
             raise ValueError("the weights are identified by what is loaded")
         return cls(model, tokenizer, revision=place.revision, location=place), whole
@@ -82,19 +78,22 @@ class HeadOnlyTarget(FrozenTarget):
         self.num_layers = int(self.text_config.num_hidden_layers)
 
     def features(self, *args: Any, **kwargs: Any) -> Any:
-        raise ValueError(_NO_LAYERS)
+        self._require_layers()
+        return super().features(*args, **kwargs)
 
     def forward_rows(self, *args: Any, **kwargs: Any) -> Any:
-        raise ValueError(_NO_LAYERS)
+        self._require_layers()
+        return super().forward_rows(*args, **kwargs)
 
     def new_cache(self, *args: Any, **kwargs: Any) -> Any:
-        raise ValueError(_NO_LAYERS)
+        self._require_layers()
+        return super().new_cache(*args, **kwargs)
 
-
-_NO_LAYERS = (
-    "this target was loaded without its layers, for training from a feature store; load it whole (FrozenTarget.load) "
-    "to run it"
-)
+    def _require_layers(self) -> None:
+        raise ValueError(
+            "this target was loaded without its layers, for training from a feature store; load it whole "
+            "(FrozenTarget.load) to run it"
+        )
 
 
 def _configs(source: str | Path, settings: dict[str, Any]) -> tuple[Any, Any]:
@@ -112,7 +111,7 @@ def _configs(source: str | Path, settings: dict[str, Any]) -> tuple[Any, Any]:
     return whole, short
 
 
-class _quiet:
+class quiet:
     """The library reports the layers that were left out as unexpected."""
 
     def __enter__(self) -> None:

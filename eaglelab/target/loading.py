@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -28,6 +30,18 @@ _TOKENIZER_FILES = (
     "tekken.json",
 )
 _HUB_TIMEOUT_S = 5
+
+DEFAULTS: Mapping[str, Any] = MappingProxyType(
+    {
+        "dtype": "float32",
+        "device": "cpu",
+        "revision": None,
+        "trust_remote_code": False,
+        "gguf_file": None,
+        "attn_implementation": "sdpa",
+    }
+)
+"""What :func:`load` is given where a caller has no wish."""
 
 
 @dataclass(frozen=True)
@@ -127,12 +141,12 @@ def load(
     trust_remote_code: bool,
     gguf_file: str | None,
     attn_implementation: str,
-    config: Any = None,
+    extra: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[Any, Any, Location]:
     """Load model and tokenizer (None if the checkpoint has none) of any causal LM.
 
     Args:
-        config: replaces the checkpoint's own.
+        extra: further arguments of the library's ``from_pretrained`` for the model alone.
 
     Raises:
         ValueError: nothing to load at ``source``, not a causal LM, or weights missing from it.
@@ -147,7 +161,6 @@ def load(
         "trust_remote_code": trust_remote_code,
         "local_files_only": place.offline,
     }
-    model_only = {} if config is None else {"config": config}
     if place.gguf_file is not None:
         common["gguf_file"] = place.gguf_file
     common = {key: value for key, value in common.items() if value is not None}
@@ -160,7 +173,7 @@ def load(
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported by name below
             **common,
-            **model_only,
+            **extra,
         )
         return loaded  # the model and what was missing
 

@@ -60,12 +60,39 @@ def kept(drafter: DrafterConfig, rollout: Rollout, load: Load, numerics: Numeric
     """
     steps = [_step(drafter, rollout, load, numerics, step) for step in range(rollout.steps)]
     total = sum(steps, Counter()) if rollout.joint else max(steps, key=lambda parts: parts.total())
+    if rollout.checkpointed:
+        total = Counter(loss=total["loss"])
+        each = (drafter.hidden_size + 2 * key_width(drafter)) * numerics.activation
+        total["state and keys"] = (load.row_slots + (rollout.steps - 1) * load.root_slots(rollout.steps)) * each
     if rollout.own_head:
         total["fusion"] += load.row_slots * _fusion(drafter, numerics)
         total["loss"] += _head_sum(drafter, rollout)
-    masked = load.packed and load.rows_each <= MASKED_LENGTH
-    total["mask"] = load.root_slots(rollout.steps) * load.rows_each * numerics.activation if masked else 0
+    total["mask"] = 0 if rollout.checkpointed else _mask(rollout, load, numerics)
     return total
+
+
+def again(drafter: DrafterConfig, rollout: Rollout, load: Load, numerics: Numerics) -> int:
+    """Bytes of the costliest step while it is computed again in the backward, and of the gradients that the loss gave
+    to the states of all steps, beside what :func:`kept` counts; 0 without checkpoints."""
+    if not rollout.checkpointed:
+        return 0
+    N, U, a = load.row_slots, load.root_slots(rollout.steps), numerics.activation
+    spread = drafter.num_key_value_heads != drafter.num_attention_heads
+
+    def whole(step: int) -> int:
+        parts = _step(drafter, dataclasses.replace(rollout, checkpointed=False), load, numerics, step)
+        del parts["loss"]
+        shared = 2 * query_width(drafter) * a * (U if step else N)  # its own keys and values, which are kept anyhow
+        keys = 2 * query_width(drafter) * a * (N + step * U) if spread else 0
+        return parts.total() - shared + keys
+
+    states = rollout.steps * U * drafter.hidden_size * WIDE
+    return states + max(whole(step) for step in range(rollout.steps)) + _mask(rollout, load, numerics)
+
+
+def _mask(rollout: Rollout, load: Load, numerics: Numerics) -> int:
+    masked = load.packed and load.rows_each <= MASKED_LENGTH
+    return load.root_slots(rollout.steps) * load.rows_each * numerics.activation if masked else 0
 
 
 def _step(drafter: DrafterConfig, rollout: Rollout, load: Load, numerics: Numerics, step: int) -> Counter[str]:

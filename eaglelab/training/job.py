@@ -17,11 +17,14 @@ from eaglelab.data import ConversationDataModule
 from eaglelab.data.draft_vocabulary import DraftVocabulary
 from eaglelab.data.module import PackedDataModule
 from eaglelab.features.data import StoreDataModule
+from eaglelab.features.folders import Streaming
 from eaglelab.features.store import FeatureStore, StoreFeatures
-from eaglelab.target import FeatureManifest, FrozenTarget, HeadOnlyTarget
+from eaglelab.target import FeatureManifest, FrozenTarget, HeadOnlyTarget, ShardedTarget
 from eaglelab.training.callbacks import GracefulStop
 from eaglelab.training.precision import require_budget, require_precision
 from eaglelab.training.run_folder import RunFolder, read_checkpoint
+from eaglelab.training.strategies import shards_target
+from eaglelab.training.zero import ZeroStrategy
 from eaglelab.variants import DraftingModule, OptimConfig
 from eaglelab.variants.manifest import require_same_weights
 
@@ -64,7 +67,7 @@ def train_once(
     torch.use_deterministic_algorithms(config.deterministic, warn_only=True)
 
     store = open_store(config)
-    target = FrozenTarget.load(**config.target) if store is None else HeadOnlyTarget.load(**config.target)
+    target = _load_target(config, store)
     data = build_data(config, target) if store is None else build_stored_data(config, store)
     data.setup()
     module = build_module(config, target, data, store)
@@ -75,6 +78,8 @@ def train_once(
     trainer: L.Trainer = instantiate(
         config.trainer, callbacks=callbacks, logger=instantiate(config.logger) if config.logger else False
     )
+    if isinstance(trainer.strategy, ZeroStrategy):
+        trainer.strategy.require(module.optim)
     if ckpt_path is not None:  # refuse before anything in the folder changes
         require_resumable(module, ckpt_path)
     if trainer.is_global_zero:
@@ -103,16 +108,27 @@ def train_once(
     return TrainingResult(folder, figures, interrupted, trainer.is_global_zero)
 
 
+def _load_target(config: DictConfig, store: FeatureStore | None) -> FrozenTarget:
+    if store is not None:
+        return HeadOnlyTarget.load(**config.target)
+    return (ShardedTarget if shards_target(config.trainer) else FrozenTarget).load(**config.target)
+
+
 def open_store(config: DictConfig) -> FeatureStore | None:
     """The feature store that the run reads; None: the target is run.
 
     Raises:
-        ValueError: no finished store there, or neither of the two was asked for.
+        ValueError: no finished store there, one that cannot be read, or neither of the two was asked for.
     """
     features = config.get("features") or {"source": "online"}
     if features["source"] not in ("online", "store"):
         raise ValueError(f"features.source={features['source']!r} is not one of online, store")
-    return FeatureStore(features["path"]) if features["source"] == "store" else None
+    if features["source"] == "online":
+        return None
+    streaming = {name: features[name] for name in ("cache", "cache_gib", "prefetch") if name in features}
+    return FeatureStore(
+        features["path"], streaming=Streaming(**streaming), shuffle_shards=features.get("shuffle_shards")
+    )
 
 
 def build_module(

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Literal
 
 from eaglelab.drafters import DrafterConfig
 from eaglelab.drafters.native import SCORES
 from eaglelab.objectives.chunked import chunk_rows
 from eaglelab.target.shape import TargetShape
 from eaglelab.target.unpacking import MASKED_LENGTH
-from eaglelab.training.activations import WIDE, Numerics, kept
+from eaglelab.training.activations import WIDE, Numerics, again, kept
 from eaglelab.training.flops import Load, drafter_matrices, key_width
 from eaglelab.variants.optim import OptimConfig
 from eaglelab.variants.rollout import Rollout
@@ -30,10 +31,19 @@ class Placement:
     Attributes:
         devices: processes, one device each.
         sharded: the target's layers are shared out over them (``trainer=fsdp``).
+        drafter: ``whole`` on each; ``sharded``: between steps each keeps its share of weights and optimizer state
+            (``trainer=fsdp``); ``partitioned``: whole weights, and a share of optimizer state and of the weights that
+            it moves (``trainer=deepspeed``).
     """
 
     devices: int = 1
     sharded: bool = False
+    drafter: Literal["whole", "sharded", "partitioned"] = "whole"
+
+    @property
+    def shares(self) -> int:
+        """Of the drafter's optimizer state."""
+        return 1 if self.drafter == "whole" else self.devices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,12 +53,13 @@ class Memory:
     Attributes:
         target: its weights; of a sharded one this device's share, what stays whole, and the layers at hand.
         drafter: weights in fp32 and rotary tables, and with mixed precision the copies that matrix products read.
-        gradients: of the drafter; with several processes the buckets that they are exchanged in, too.
+        gradients: of the drafter; with several processes also the buckets that they are exchanged in, or the share
+            that is kept of their mean.
         optimizer: its state.
         features: what the target said about the micro-batch: taps and last features; states of the rollout.
         kept: what the drafter keeps for its backward.
         chunk: logits, distributions and their gradients for one chunk of supervised rows, or the first gradients of
-            the backward where those are larger.
+            the backward, with a step that is computed again for it, where those are larger.
         target_pass: the target's pass at its largest; over before the drafter starts.
     """
 
@@ -91,10 +102,11 @@ def step_memory(
 
     def moment(rollout: Rollout) -> tuple[int, int, int]:
         held = _features(drafter, rollout, load, numerics)
+        repeated = again(drafter, rollout, load, numerics)
         peak = max(
             _chunk(target, drafter, rollout, load, numerics),
-            _backward(drafter, rollout, load, numerics),
-            _block(drafter, rollout, load, numerics),
+            repeated + _backward(drafter, rollout, load, numerics),
+            repeated + _block(drafter, rollout, load, numerics),
         )
         return held, kept(drafter, rollout, load, numerics).total(), peak
 
@@ -106,9 +118,9 @@ def step_memory(
     trained = count if last.trains_head or not last.own_head else count - _head(drafter)
     return Memory(
         target=_target_weights(target, numerics, placement, online),
-        drafter=count * WIDE + copies + tables,
-        gradients=trained * WIDE * (2 if placement.devices > 1 else 1),
-        optimizer=_optimizer_state(drafter, last, optim, trained),
+        drafter=count * WIDE + copies + tables + _weight_share(placement, count, trained),
+        gradients=trained * WIDE + _gradient_exchange(placement, trained),
+        optimizer=-(-_optimizer_state(drafter, last, optim, trained) // placement.shares),
         features=features,
         kept=saved,
         chunk=chunk,
@@ -141,6 +153,21 @@ def _optimizer_state(drafter: DrafterConfig, rollout: Rollout, optim: OptimConfi
         return 2 * trained * WIDE
     matrices = sum(rows * columns for rows, columns in drafter_matrices(drafter, fused=rollout.own_head))
     return (matrices + 2 * (trained - matrices)) * WIDE
+
+
+def _weight_share(placement: Placement, count: int, trained: int) -> int:
+    """Of the weights, beside the whole ones that a step works on."""
+    if placement.shares == 1:
+        return 0
+    return -(-(count if placement.drafter == "sharded" else trained) // placement.shares) * WIDE
+
+
+def _gradient_exchange(placement: Placement, trained: int) -> int:
+    """DDP's buckets are there throughout, ZeRO's share of the mean beside the gradients of the passes; FSDP's comes
+    when the whole weights are given up, and is smaller than those."""
+    if placement.devices == 1 or placement.drafter == "sharded":
+        return 0
+    return -(-trained // placement.shares) * WIDE
 
 
 def _target_weights(target: TargetShape, numerics: Numerics, placement: Placement, online: bool) -> int:

@@ -10,7 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import lightning as L
 import torch
@@ -65,6 +65,19 @@ class Pass:
             loss = loss + one.loss
         measures = {name: measure for one in passes for name, measure in one.measures.items()}
         return cls(loss, [term for one in passes for term in one.terms], measures)
+
+
+class Shards(Protocol):
+    """A drafter, or its optimizer's state, spread over processes; all of them call the same, in the same order."""
+
+    clips: bool
+    """Whether the gradient is clipped by its norm without the module's doing."""
+
+    def gather(self) -> None:
+        """Make the drafter's weights whole, for any number of passes."""
+
+    def reduce_gradients(self) -> None:
+        """Average the gradients of all passes over the processes; each keeps its share."""
 
 
 class DraftingModule(L.LightningModule, ABC):
@@ -246,6 +259,7 @@ class DraftingModule(L.LightningModule, ABC):
 
     def _backward_passes(self, batch: Batch) -> None:
         """Gradients of one micro-batch."""
+        self._gather()
         began = time.perf_counter()
         view = View.of(batch, self.target, self.taps, self.source)
         self._target_seconds += time.perf_counter() - began
@@ -265,16 +279,27 @@ class DraftingModule(L.LightningModule, ABC):
         optimizer, scheduler = self.optimizers(), self.lr_schedulers()
         assert isinstance(optimizer, LightningOptimizer)
         assert isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler)
-        if self._gradient_is_local:
+        if self._shards is not None:
+            self._shards.reduce_gradients()
+        elif self._gradient_is_local:
             self._average_gradients()
         if (limit := self.optim.clip_value) is not None:
             self.clip_gradients(optimizer.optimizer, gradient_clip_val=limit, gradient_clip_algorithm="value")
-        if (limit := self.optim.clip_norm) is not None:
+        if (limit := self.optim.clip_norm) is not None and not getattr(self._shards, "clips", False):
             self.clip_gradients(optimizer.optimizer, gradient_clip_val=limit, gradient_clip_algorithm="norm")
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
         self._has_gradient = False
+
+    @property
+    def _shards(self) -> Shards | None:
+        """Set where the strategy spreads the drafter, or its optimizer's state, over the processes."""
+        return None if self._trainer is None else getattr(self.trainer.strategy, "drafter_shards", None)
+
+    def _gather(self) -> None:
+        if self._shards is not None:
+            self._shards.gather()
 
     def _unsynchronised(self) -> AbstractContextManager[None]:
         """Gradients stay on their process: they are exchanged once per step, by its last pass."""
@@ -328,6 +353,9 @@ class DraftingModule(L.LightningModule, ABC):
         self._target_seconds = 0.0
 
     # ---- validation -----------------------------------------------------------------------------------------
+
+    def on_validation_start(self) -> None:
+        self._gather()
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         self.chain.update(self.network, View.of(batch, self.target, self.taps, self.source))

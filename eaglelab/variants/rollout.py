@@ -24,6 +24,8 @@ class Rollout:
         own_head: the drafter's own token head, else the target's frozen one.
         trains_head: the own head is trained.
         feature_loss: SmoothL1 on the features is part of the loss.
+        checkpointed: of each step state, keys and values are kept, and the rest is computed again in the backward
+            (``checkpoint_steps``).
         dense: scores of all pairs of rows are written out (``alignment=shipped``).
         share: part of the training that consists of such steps.
     """
@@ -35,6 +37,7 @@ class Rollout:
     own_head: bool = False
     trains_head: bool = False
     feature_loss: bool = True
+    checkpointed: bool = False
     dense: bool = False
     share: float = 1.0
 

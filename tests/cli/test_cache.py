@@ -6,7 +6,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from eaglelab.features import files
+from eaglelab.features.folders import RemoteFolder
 from tests.cli.conftest import run, run_fresh
+from tests.features.test_streaming import Server
 
 TINY = ["data.limit=12", "data.val_limit=3", "shard_mib=4"]
 STEPS = ["trainer.max_steps=2", "trainer.val_check_interval=2", "trainer.log_every_n_steps=1", "data.batch_size=1"]
@@ -81,6 +83,31 @@ def test_damage_is_told_when_training_begins_to_read(cached, tmp_path):
     done = run("train", "features=store", f"features.path={tmp_path}", *STEPS, cwd=tmp_path, check=False)
     assert done.returncode == 1
     assert "train-00000.safetensors is damaged" in done.stderr and "eaglelab cache command" in done.stderr
+
+
+def test_a_store_under_a_url_is_verified_and_trained_from(cached, tmp_path, monkeypatch):
+    """The losses are those of the folder, read in the same groups of shards."""
+    folder, _ = cached
+    server, cache = Server(folder), tmp_path / "kept"
+    try:
+        done = run("cache", "verify", f"store={server.url}", f"cache={cache}", "rows=3", cwd=tmp_path)
+        assert f"{server.url}: every file is as it was written; 3 rows" in done.stdout
+        asked = len(server.shards)
+        for name, path in (("url", server.url), ("folder", folder / "store")):
+            features = ["features=store", f"features.path={path}", f"features.cache={cache}"]
+            shuffled = "features.shuffle_shards=1"
+            run("train", "variant=hass", *STEPS, *features, shuffled, f"hydra.run.dir={name}", cwd=tmp_path)
+        assert len(server.shards) == asked > 0  # all of them were fetched before
+    finally:
+        server.close()
+    there, here = (json.loads((tmp_path / name / "metrics.json").read_text())["training"] for name in ("url", "folder"))
+    assert there["features"]["path"] == server.url
+    same = {name: value for name, value in here["final"].items() if "seconds" not in name}
+    assert same.items() <= there["final"].items()
+    monkeypatch.setattr(RemoteFolder, "waits", ())
+    gone = run("cache", "verify", f"store={server.url}", f"cache={tmp_path}", cwd=tmp_path, check=False)
+    assert gone.returncode == 1 and "Traceback" not in gone.stderr
+    assert f"try again when {server.url} can be reached" in gone.stderr
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,7 @@ def test_mixed_precision_trains_what_full_precision_does(variant, tmp_path):
 
 
 def test_a_run_goes_on_with_another_number_of_processes(tmp_path):
-    """One process, two with a sharded target, one again: the same global batches, so the same losses as in one go."""
+    """One process, two with all sharded, one again: the same global batches, so the same losses as in one go."""
     constant = ["optim.name=adamw", "optim.schedule=constant", "optim.warmup_steps=0", "variant.noise=none"]
     job = [*SMALL, *constant, "trainer.log_every_n_steps=1", "data.batch_size=4"]
     run("train", *job, "trainer.max_steps=9", "hydra.run.dir=whole", cwd=tmp_path)

@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from eaglelab.data import (
     Conversation,
     ConversationDataModule,
+    PackedRows,
     RowLoader,
     epoch_batches,
     epoch_order,
@@ -219,7 +220,9 @@ def test_processes_share_an_epoch(count, batch_size, world_size, seed, epoch):
         sizes = [sum(row >= 0 for row in own) for own in dealt]
         assert max(sizes) - min(sizes) <= 1
         assert all(size or own == [~whole[0]] for size, own in zip(sizes, dealt))
-    loader = RowLoader(range(count), batch_size=batch_size, seed=seed, rank=0, world_size=world_size)
+    stops = np.arange(1, count + 1)
+    rows = PackedRows(np.zeros(count, np.int32), np.zeros(count, np.bool_), stops, stops)
+    loader = RowLoader(rows, batch_size=batch_size, seed=seed, rank=0, world_size=world_size)
     assert len(loader) == len(loader.plan(epoch)) == len(plans[0])
     assert loader.plan(epoch) == plans[0]
 

@@ -98,8 +98,39 @@ def _with_gpus(changes: list[str]) -> list[str]:
     if "trainer=fsdp" not in changes:
         return changes
     return [change for change in changes if change != "trainer=fsdp"] + [
-        "trainer.strategy={_target_: eaglelab.training.ShardedTargetStrategy}"
+        "trainer.strategy={_target_: eaglelab.training.ShardedStrategy}"
     ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sharded", "drafter", "says"),
+    [
+        (["trainer=ddp"], False, "whole", "4 cpus, 32-true\n"),
+        (["trainer=fsdp"], True, "sharded", "target and drafter sharded"),
+        (["trainer=fsdp", "trainer.strategy.shard_drafter=false"], True, "whole", "32-true, target sharded\n"),
+        (["trainer=deepspeed"], False, "partitioned", "optimizer partitioned"),
+    ],
+)
+def test_a_plan_knows_what_is_spread(overrides, sharded, drafter, says):
+    shape = ["shape.hidden_size=256", "shape.num_layers=8", "data_tokens=1e5", "trainer.accelerator=cpu", "devices=4"]
+    plan = plan_of("variant=eagle", *shape, *overrides)
+    assert (plan.sharded, plan.drafter_placement) == (sharded, drafter)
+    assert says in plan_table(plan)
+    assert plan.to_dict()["drafter_placement"] == drafter
+    whole = plan_of("variant=eagle", *shape, "trainer=ddp").memory
+    assert (plan.memory.optimizer * 4 == pytest.approx(whole.optimizer, rel=1e-3)) == (drafter != "whole")
+    assert (plan.memory.target < whole.target) == sharded
+
+
+def test_a_plan_knows_checkpointed_steps():
+    shape = ["variant=eagle3", *EIGHT_B, *GPUS, *LONG, "data.batch_size=16"]
+    whole, checkpointed = plan_of(*shape), plan_of(*shape, "checkpoint_steps=true")
+    assert checkpointed.memory.kept < 0.5 * whole.memory.kept
+    assert checkpointed.memory.peak < whole.memory.peak
+    assert "checkpoint_steps=true" in {way.change for way in whole.ways}
+    assert not any("checkpoint_steps" in way.change for way in checkpointed.ways)
+    with pytest.raises(ValueError, match="checkpoint_steps=true does nothing for eagle"):
+        plan_of("variant=eagle", *EIGHT_B, *GPUS, *LONG, "checkpoint_steps=true")
 
 
 def test_ways_are_joined_where_none_suffices_alone():

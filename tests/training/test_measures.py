@@ -10,8 +10,15 @@ from torch.nn import functional as F
 
 from eaglelab.data.batch import Batch
 from eaglelab.data.rows import compile_rows
+from eaglelab.drafters.sharding import whole
+from eaglelab.target.shape import TargetShape
+from eaglelab.training import ShardedStrategy
+from eaglelab.training.activations import Numerics
+from eaglelab.training.flops import Load
+from eaglelab.training.memory import Placement, step_memory
 from eaglelab.variants import VARIANTS, OptimConfig
 from eaglelab.variants.measures import RowMeans
+from eaglelab.variants.rollout import rollouts
 from tests.variants.conftest import loader, make_batch, tiny_target
 from tests.variants.test_eagle import trainer
 
@@ -43,10 +50,10 @@ def uneven_batches() -> list[Batch]:
     return batches
 
 
-def build(name, accumulate=1, lr=1e-3):
+def build(name, /, **optim_settings):
     torch.manual_seed(0)
     counts = torch.arange(61, 0, -1)
-    optim = OptimConfig(lr=lr, accumulate=accumulate)
+    optim = OptimConfig(**{"lr": 1e-3} | optim_settings)
     target = tiny_target(num_hidden_layers=8)
     return VARIANTS[name](target, optim, answer_counts=lambda: counts, **SETTINGS[name])
 
@@ -152,25 +159,50 @@ class Gradient(L.Callback):
     """Keeps the gradient of the last optimizer step."""
 
     def on_before_optimizer_step(self, trainer, module, optimizer):
-        self.all = torch.cat([p.grad.flatten() for p in module.network.parameters() if p.grad is not None])
+        gradients = [p.grad for p in module.network.parameters() if p.grad is not None]
+        self.shares = [getattr(g, "_local_tensor", g).numel() / g.numel() for g in gradients]
+        self.all = torch.cat([whole(g).flatten() for g in gradients])
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        trainer.strategy.lightning_module_state_dict()  # a checkpoint in the middle of a step must not cost a gradient
 
 
-def one_step(name, batches, **settings) -> dict:
+def one_step(name, batches, *, optim=None, folder=None, **settings) -> dict:
+    """One optimizer step of two micro-batches; with ``folder`` also its checkpoint, and a validation after it."""
     gradient = Gradient()
-    module = build(name, accumulate=2)
+    module = build(name, accumulate=2, **(optim or {}))
     fit = trainer(1, callbacks=[gradient], **settings)
     fit.fit(module, loader(batches))
     assert fit.global_step == 1
-    return {"measured": measured(fit), "report": module.report, "gradient": gradient.all}
+    (optimizer,) = fit.strategy.optimizers
+    state = [getattr(x, "_local_tensor", x) for one in optimizer.state.values() for x in one.values()]
+    found = {"measured": measured(fit), "report": module.report, "gradient": gradient.all, "shares": gradient.shares}
+    found["state"] = sum(x.nbytes for x in state if x.ndim)
+    if folder is not None:
+        fit.save_checkpoint(folder)
+        found["validated"] = fit.validate(module, loader([make_batch(((14, 9),))]), verbose=False)[0]
+    return found
+
+
+MUON = {"name": "muon", "clip_norm": 0.05}
+SHARDED = {name: {} for name in VARIANTS} | {"clipped": {"clip_value": 1e-3}, "muon": MUON, "idle": {}}
+"""Optimizer settings of the jobs with a sharded drafter; those that are no variant train EAGLE-1."""
 
 
 def dealt(rank: int) -> dict[str, list[Batch]]:
     """Two micro-batches for each process; where the rows run out differs."""
     batches, empty = uneven_batches(), make_batch(answer_from=99)
-    jobs = {name: ([batches[0], batches[1]], [batches[3], empty]) for name in VARIANTS}
+    jobs = {name: ([batches[0], batches[1]], [batches[3], empty]) for name in (*VARIANTS, "clipped", "muon")}
     jobs["empty end"] = ([batches[0], empty], [batches[3], empty])
+    jobs["idle"] = ([batches[0], batches[1]], [empty, empty])
     even = ([make_batch(seed=0), make_batch(seed=1)], [make_batch(seed=2), make_batch(seed=3)])
-    return {name: job[rank] for name, job in {**jobs, **{f"even {name}": even for name in VARIANTS}}.items()}
+    jobs |= {f"even {name}": even for name in VARIANTS}
+    return {name: job[rank] for name, job in jobs.items()}
+
+
+def variant_of(job: str) -> str:
+    name = job.split()[-1]
+    return name if name in VARIANTS else "eagle"
 
 
 def worker(rank: int, port: int, folder: str) -> None:
@@ -186,8 +218,11 @@ def worker(rank: int, port: int, folder: str) -> None:
     }
     torch.set_num_threads(1)
     jobs = dealt(rank)
-    names = {job: job.split()[-1] if job.split()[-1] in VARIANTS else "eagle" for job in jobs}
-    results = {job: one_step(name, jobs[job], strategy="ddp", devices=2) for job, name in names.items()}
+    replicated = ["empty end", *(job for job in jobs if variant_of(job) == job.split()[-1])]
+    results = {job: one_step(variant_of(job), jobs[job], strategy="ddp", devices=2) for job in replicated}
+    for job, optim in SHARDED.items():
+        settings = {"optim": optim, "folder": f"{folder}/{job}.ckpt", "devices": 2}
+        results[f"sharded {job}"] = one_step(variant_of(job), jobs[job], strategy=ShardedStrategy(), **settings)
     torch.save(results, f"{folder}/{rank}.pt")
     torch.distributed.destroy_process_group()
 
@@ -196,7 +231,9 @@ def worker(rank: int, port: int, folder: str) -> None:
 def two_processes(tmp_path_factory) -> list[dict]:
     folder = tmp_path_factory.mktemp("gloo")
     torch.multiprocessing.spawn(worker, (free_port(), str(folder)), nprocs=2)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+    found = [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+    checkpoints = {job: torch.load(folder / f"{job}.ckpt", weights_only=True) for job in SHARDED}
+    return [process | {"checkpoints": checkpoints} for process in found]
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -227,3 +264,49 @@ def test_a_step_that_ends_with_an_empty_micro_batch_averages_its_gradients(two_p
     assert first.equal(second)
     alone = one_step("eagle", [union([batches[0], batches[3]]), empty])["gradient"]
     torch.testing.assert_close(first, alone, rtol=1e-4, atol=1e-7)
+
+
+def assert_close_as_a_whole(found, expected, share):
+    """Largest difference within ``share`` of the largest number: small numbers carry the rounding of large ones."""
+    assert found.shape == expected.shape
+    assert (found - expected).abs().max() <= share * expected.abs().max()
+
+
+@pytest.mark.parametrize("job", SHARDED)
+def test_a_sharded_drafter_trains_as_a_whole_one(job, two_processes, tmp_path):
+    """FSDP2 over two processes against one with the joint micro-batches, in which one process may have no rows.
+
+    Gradients, also clipped; weights and optimizer state afterwards, in one checkpoint of the same form. AdamW's first
+    step turns the rounding of tiny gradients into steps of its own size, so weights are compared by their mean.
+    """
+    here = tmp_path / "one.ckpt"
+    module = build(variant_of(job), **SHARDED[job])
+    target, spread = TargetShape.of_model(module.target.model), Placement(2, sharded=True, drafter="sharded")
+    arguments = (module.drafter_config, rollouts(module.contract), Load(1, 20, 19, 10), module.optim, Numerics())
+    planned = step_memory(target, *arguments, spread)
+    both = [union(list(micro)) for micro in zip(*(dealt(rank)[job] for rank in range(2)), strict=True)]
+    alone = one_step(variant_of(job), both, optim=SHARDED[job], folder=here)
+    for process in two_processes:
+        found = process[f"sharded {job}"]
+        assert_close_as_a_whole(found["gradient"], alone["gradient"], 1e-4 if job == "clipped" else 1e-5)
+        assert found["validated"].keys() == alone["validated"].keys()
+        assert found["validated"]["val/feature_error@1"] == pytest.approx(
+            alone["validated"]["val/feature_error@1"], rel=1e-3
+        )
+        assert found["state"] == pytest.approx(planned.optimizer, rel=0.01)
+        assert max(found["shares"]) < 0.6  # no process holds a whole gradient when the optimizer steps
+    one, two = torch.load(here, weights_only=True), two_processes[0]["checkpoints"][job]
+    assert one.keys() == two.keys()
+    assert one["state_dict"].keys() == two["state_dict"].keys()
+    before = module.state_dict()
+    for name, weight in one["state_dict"].items():
+        found, moved = two["state_dict"][name].double(), (weight.double() - before[name].double()).abs().mean()
+        share = 0.1 if job == "muon" else 0.002  # Muon rounds to bf16
+        assert (found - weight.double()).abs().mean() <= share * moved, name
+    first, second = one["optimizer_states"][0], two["optimizer_states"][0]
+    assert first["param_groups"] == second["param_groups"]
+    assert first["state"].keys() == second["state"].keys()
+    for number, state in first["state"].items():
+        assert state.keys() == second["state"][number].keys()
+        for name, value in state.items():
+            assert_close_as_a_whole(second["state"][number][name], value, 2e-4 if job == "clipped" else 2e-5)

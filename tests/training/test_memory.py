@@ -12,7 +12,7 @@ from eaglelab.data.batch import Batch
 from eaglelab.data.rows import compile_rows
 from eaglelab.drafters import RolloutContext
 from eaglelab.target.shape import TargetShape
-from eaglelab.training.activations import Numerics, kept
+from eaglelab.training.activations import Numerics, again, kept
 from eaglelab.training.cost import Shape, _measure_peak, in_fresh_process, return_freed_blocks
 from eaglelab.training.flops import Load
 from eaglelab.training.memory import Memory, Placement, drafter_parameters, step_memory
@@ -127,12 +127,13 @@ MEASURED = [
     ("hass", {"detach": False}),
     ("eagle3", {}),
     ("eagle3", {"steps": 3, "draft_vocab_size": 512}),
+    ("eagle3", {"checkpoint_steps": True}),
 ]
 
 
 def planned(module: DraftingModule, shape: Shape, optim: OptimConfig) -> Memory:
     batch, target = shape.make_batch(), TargetShape.of_model(module.target.model)
-    kinds = rollouts(module.contract)
+    kinds = [dataclasses.replace(one, checkpointed=module.checkpoint_steps) for one in rollouts(module.contract)]
     return step_memory(target, module.drafter_config, kinds, load_of(batch, shape), optim, Numerics())
 
 
@@ -176,6 +177,38 @@ def test_resident_bytes_are_those_of_the_tensors(variant: str, settings: dict[st
     assert drafter_parameters(module.drafter_config, rollouts(module.contract)[-1]) == sum(
         x.numel() for x in parameters
     )
+
+
+@pytest.mark.parametrize("variant", ["hass", "eagle3"])
+def test_a_spread_drafter_keeps_its_share_of_weights_and_state(variant: str):
+    """tests/training/test_measures.py and test_zero.py hold the shares against those of real processes."""
+    optim = OptimConfig(lr=1e-3)
+    module = build(variant, SHAPE, {}, optim)
+    target, load = TargetShape.of_model(module.target.model), load_of(SHAPE.make_batch(), SHAPE)
+    arguments = (target, module.drafter_config, rollouts(module.contract), load, optim, Numerics())
+    weights = sum(p.nbytes for p in module.network.parameters())
+    alone, each = step_memory(*arguments), step_memory(*arguments, Placement(4))
+    assert (alone.gradients, each.gradients) == (weights, 2 * weights)
+    share = pytest.approx(weights / 4, abs=4)
+    for drafter, gradients in (("sharded", 0), ("partitioned", share)):
+        spread = step_memory(*arguments, Placement(4, drafter=drafter))
+        assert spread.drafter - alone.drafter == share
+        assert spread.gradients - alone.gradients == gradients
+        assert spread.optimizer == pytest.approx(alone.optimizer / 4, abs=4)
+        same = {"drafter": 0, "gradients": 0, "optimizer": 0}
+        assert dataclasses.replace(spread, **same) == dataclasses.replace(alone, **same)
+        assert step_memory(*arguments, Placement(1, drafter=drafter)) == alone
+
+
+def test_checkpointed_steps_keep_state_and_keys_and_one_step_at_a_time():
+    module = build("eagle3", SHAPE, {}, OptimConfig(lr=1e-3))
+    (whole,) = rollouts(module.contract)
+    checkpointed, load = dataclasses.replace(whole, checkpointed=True), load_of(SHAPE.make_batch(), SHAPE)
+    numbers = (module.drafter_config, load, Numerics())
+    saved = kept(numbers[0], checkpointed, *numbers[1:])
+    assert saved["loss"] == kept(numbers[0], whole, *numbers[1:])["loss"]
+    assert saved.total() < 0.6 * kept(numbers[0], whole, *numbers[1:]).total()
+    assert again(numbers[0], whole, *numbers[1:]) == 0 < again(numbers[0], checkpointed, *numbers[1:])
 
 
 def test_a_sharded_target_leaves_its_share_and_two_layers():
