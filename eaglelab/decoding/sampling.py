@@ -28,7 +28,7 @@ from transformers import (
 
 from eaglelab.decoding.residual import draw_from
 from eaglelab.decoding.tree import FlatTree
-from eaglelab.target.hot import largest
+from eaglelab.ops import largest
 
 Process = Callable[..., Tensor]  # (token ids [n, S], scores [n, V]) -> scores [n, V]
 

@@ -19,8 +19,8 @@ from torch.nn import functional as F
 from eaglelab.drafters.config import DrafterConfig
 from eaglelab.drafters.layers import Attend
 from eaglelab.drafters.network import DraftNetwork
+from eaglelab.ops import no_grad
 from eaglelab.target import FrozenTarget, Tap, moves
-from eaglelab.target.hot import no_grad
 from eaglelab.target.inputs import regular
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from eaglelab.objectives.chunked import chunk_rows, chunked_sum
 from eaglelab.objectives.soft_targets import soft_cross_entropy
-from eaglelab.target.hot import largest
+from eaglelab.ops import largest
 
 Head = Callable[[Tensor], Tensor]
 

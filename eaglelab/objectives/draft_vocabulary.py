@@ -17,7 +17,7 @@ from torch import Tensor
 from eaglelab.objectives.chunked import chunked_sum
 from eaglelab.objectives.distillation import Head, head_chunk
 from eaglelab.objectives.soft_targets import soft_cross_entropy
-from eaglelab.target.hot import largest
+from eaglelab.ops import largest
 
 
 @dataclasses.dataclass

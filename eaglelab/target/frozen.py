@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from eaglelab import assets
+from eaglelab.ops import no_grad
 from eaglelab.target import inputs, loading, probe
 from eaglelab.target.decoder import find_wiring, use_exact_attention
 from eaglelab.target.fingerprint import TargetFingerprint, fingerprint_target
-from eaglelab.target.hot import no_grad
 from eaglelab.target.kv import KVSlots, LayerShape, SlotPlan
 from eaglelab.target.masks import MaskRule, segment_allowed
 from eaglelab.target.taps import FINAL, Tap, validate_taps
