@@ -12,8 +12,8 @@ def test_the_largest_score_and_the_first_place_of_equals(shape, dtype):
     """Rounded to few values, so that most rows have their largest score at many places, in several blocks."""
     torch.manual_seed(0)
     scores = torch.randint(-3, 3, shape).to(dtype)
-    with patch.object(hot, "FEW", 0):
-        best, place = hot.largest(scores)
+    with patch.object(ops, "FEW", 0):
+        best, place = ops.largest(scores)
     assert best.equal(scores.amax(-1))
     first = (scores == scores.amax(-1, keepdim=True)).int().argmax(-1)
     assert place.equal(first)
@@ -22,10 +22,10 @@ def test_the_largest_score_and_the_first_place_of_equals(shape, dtype):
 def test_distinct_scores_and_a_nan_in_any_block():
     torch.manual_seed(0)
     scores = torch.randn(6, 512)
-    with patch.object(hot, "FEW", 0):
-        assert hot.largest(scores)[1].equal(scores.argmax(-1))
+    with patch.object(ops, "FEW", 0):
+        assert ops.largest(scores)[1].equal(scores.argmax(-1))
         scores[1, 3] = scores[2, 511] = scores[3, 200] = torch.nan
-        best, _ = hot.largest(scores)
+        best, _ = ops.largest(scores)
     assert best.isnan().tolist() == [False, True, True, True, False, False]
 
 
@@ -33,7 +33,7 @@ def test_distinct_scores_and_a_nan_in_any_block():
 def test_no_gradient_inside_and_the_state_of_before_behind(before):
     weight = torch.ones(2, requires_grad=True)
 
-    @hot.no_grad
+    @ops.no_grad
     def double(x, *, fail=False):
         assert not torch.is_grad_enabled()
         if fail:
