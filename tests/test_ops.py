@@ -5,6 +5,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from eaglelab import ops
+
 
 @pytest.mark.parametrize("shape", [(3, 2, 1024), (1, 5, 128), (7, 300), (0, 256), (2, 130)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
