@@ -170,3 +170,16 @@ def test_bf16_blocks_stay_close_to_fp32():
         rounded = rollout(rows, q.bfloat16(), k.bfloat16(), v.bfloat16()).float()
     legal = rows.legal_BR[None, :, None, :, None]
     assert float(torch.where(legal, rounded - exact, 0).abs().max()) < 0.05
+
+
+@pytest.mark.parametrize(("B", "H", "R"), [(1, 8, 4096), (4, 32, 2048), (1, 32, 32_768), (64, 64, 8192)])
+def test_scores_that_are_written_out_stay_within_their_bound(B, H, R):
+    """As on a GPU: blocks as large as the bound allows, of 16 rows at least, whatever the batch and the length."""
+    spans = [0] * R, list(range(R))
+    blocks = BlockedAttention(torch.zeros(1, R, dtype=torch.int64, device="meta"), spans=spans)
+    q = torch.empty(B, H, R, 64, device="meta")
+    sizes = [rows.stop - rows.start for rows, _, _ in blocks._blocks(q)]
+    assert sum(sizes) == R
+    largest = max(sizes)
+    assert B * H * largest * R <= native.SCORES or largest == 16
+    assert B * H * (largest + 1) * R > native.SCORES or largest == native.MASKED_ROWS
