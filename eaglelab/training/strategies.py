@@ -24,6 +24,15 @@ def shards_target(trainer: DictConfig) -> bool:
     return name is not None and getattr(get_class(name), "shards_target", False)
 
 
+def require_no_scaler(precision: Any) -> None:
+    """Raises ValueError for fp16: processes that hold parts of a gradient would not agree on its scale."""
+    if getattr(precision, "scaler", None) is not None:
+        raise ValueError(
+            "trainer.precision=16-mixed scales gradients, and every process would scale its share by itself; use "
+            "trainer.precision=bf16-mixed, trainer=ddp, or with trainer=fsdp trainer.strategy.shard_drafter=false"
+        )
+
+
 class ShardedStrategy(DDPStrategy):
     """The batch, the frozen target's layers and the drafter spread over all processes (FSDP2).
 
@@ -60,6 +69,7 @@ class ShardedStrategy(DDPStrategy):
         if not self.shard_drafter:
             super().configure_ddp()
             return
+        require_no_scaler(self.precision_plugin)
         module = self.lightning_module
         assert isinstance(module, DraftingModule)
         network = module.network

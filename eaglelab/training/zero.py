@@ -22,6 +22,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
+from eaglelab.training.strategies import require_no_scaler
 from eaglelab.variants import DraftingModule, OptimConfig
 
 log = logging.getLogger(__name__)
@@ -78,6 +79,7 @@ class ZeroStrategy(DDPStrategy):
     def configure_ddp(self) -> None:
         module = self._module
         self.require(module.optim)
+        require_no_scaler(self.precision_plugin)
         for tensor in (*module.network.parameters(), *module.network.buffers()):
             torch.distributed.broadcast(tensor.detach(), 0)
 

@@ -283,14 +283,46 @@ class DraftingModule(L.LightningModule, ABC):
             self._shards.reduce_gradients()
         elif self._gradient_is_local:
             self._average_gradients()
-        if (limit := self.optim.clip_value) is not None:
-            self.clip_gradients(optimizer.optimizer, gradient_clip_val=limit, gradient_clip_algorithm="value")
-        if (limit := self.optim.clip_norm) is not None and not getattr(self._shards, "clips", False):
-            self.clip_gradients(optimizer.optimizer, gradient_clip_val=limit, gradient_clip_algorithm="norm")
+        if self._scaler is None:
+            self._clip(optimizer.optimizer)
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
         self._has_gradient = False
+
+    @property
+    def _scaler(self) -> torch.amp.GradScaler | None:
+        """Of ``trainer.precision=16-mixed``: until the step gradients are multiples of what they are."""
+        scaler: torch.amp.GradScaler | None = getattr(self.trainer.precision_plugin, "scaler", None)
+        return scaler
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._scaler is None:
+            return
+        if getattr(optimizer, "_step_supports_amp_scaling", False):  # it divides by itself, unless that is done
+            self._scaler.unscale_(optimizer)
+        self._clip(optimizer)
+
+    def _clip(self, optimizer: torch.optim.Optimizer) -> None:
+        if (limit := self.optim.clip_value) is not None:
+            self.clip_gradients(optimizer, gradient_clip_val=limit, gradient_clip_algorithm="value")
+        if (limit := self.optim.clip_norm) is not None and not getattr(self._shards, "clips", False):
+            self.clip_gradients(optimizer, gradient_clip_val=limit, gradient_clip_algorithm="norm")
+
+    def clip_gradients(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip by ``value`` or ``norm``. Lightning's own refuses fused optimizers under mixed precision, since their
+        gradients might be scaled; here they are not."""
+        assert gradient_clip_val is not None
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if gradient_clip_algorithm == "value":
+            torch.nn.utils.clip_grad_value_(parameters, gradient_clip_val)
+        else:
+            torch.nn.utils.clip_grad_norm_(parameters, gradient_clip_val)
 
     @property
     def _shards(self) -> Shards | None:

@@ -61,6 +61,10 @@ def worker(rank: int, port: int, folder: str) -> None:
         found[name] = facts(target)
     target.shard("cpu")  # once more changes nothing
     found["twice"] = facts(target)
+    torch.accelerator.current_accelerator = lambda check_available=False: torch.device("cuda")
+    elsewhere = ShardedTarget.load(f"{folder}/qwen2")  # the library would put its shares on a GPU
+    elsewhere.shard("cpu")
+    found["elsewhere"] = facts(elsewhere)
     HeadOnlyTarget.load(f"{folder}/llama").shard("cpu")  # as training from a store does
     torch.save(found, f"{folder}/{rank}.pt")
     torch.distributed.destroy_process_group()
@@ -75,11 +79,11 @@ def two_processes(tmp_path_factory):
     return folder, [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 
-@pytest.mark.parametrize("name", ["in memory", *FAMILIES, "twice"])
+@pytest.mark.parametrize("name", ["in memory", *FAMILIES, "twice", "elsewhere"])
 def test_two_processes_hold_half_each_and_agree_with_the_whole(name, two_processes):
     """Every family, its layers read by each process in its share alone; features are the same bits."""
     folder, processes = two_processes
-    family = list(FAMILIES)[-1] if name == "twice" else name
+    family = {"twice": list(FAMILIES)[-1], "elsewhere": "qwen2"}.get(name, name)
     whole = facts(tiny_target() if name == "in memory" else FrozenTarget.load(folder / family))
     for process in processes:
         found = dict(process[name])

@@ -7,11 +7,12 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from hydra.utils import get_class
+from lightning.pytorch.plugins import MixedPrecision
 from omegaconf import OmegaConf
 
 from eaglelab.cli.config import config_dir, register_resolvers
 from eaglelab.training import ZeroStrategy
-from eaglelab.training.strategies import shards_target
+from eaglelab.training.strategies import require_no_scaler, shards_target
 from eaglelab.variants import OptimConfig
 from tests.training.test_measures import build, dealt, free_port, loader, union, variant_of
 from tests.variants.test_eagle import trainer
@@ -126,6 +127,12 @@ def test_other_stages_are_refused(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     with pytest.raises(ValueError, match=r"zero_optimization\.stage=3"):
         ZeroStrategy({"stage": 3})
+
+
+def test_fp16_is_refused_where_gradients_are_spread():
+    with pytest.raises(ValueError, match=r"use trainer\.precision=bf16-mixed, trainer=ddp"):
+        require_no_scaler(MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu")))
+    require_no_scaler(MixedPrecision("bf16-mixed", "cpu"))
 
 
 def test_it_leaves_the_target_whole():

@@ -3,6 +3,7 @@
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.plugins import MixedPrecision
 
 from eaglelab.target import FINAL
 from eaglelab.variants import View
@@ -234,6 +235,27 @@ def test_an_empty_batch_at_the_end_of_an_accumulation_keeps_its_gradient(target)
         assert fit.global_step == 2
         results.append(seen[0] * accumulate)
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("limit", ["clip_value", "clip_norm"])
+def test_gradients_are_clipped_under_every_precision(target, limit, precision):
+    """AdamW is the fused one. Its first moment after a step is a tenth of the gradient; fp16 has a scale in between."""
+    settings = {"precision": precision}
+    if precision == "16-mixed":  # which the trainer itself would not take on a CPU
+        settings = {"plugins": MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**12))}
+    moments = {}
+    for value in (None, 1e-3):
+        module = eagle(target, noise="none", optim={limit: value})
+        fit = trainer(1, **settings)
+        fit.fit(module, loader([make_batch()]))
+        state = fit.optimizers[0].state.values()
+        assert len(state) == len(list(module.network.parameters()))
+        moments[value] = 10 * torch.cat([one["exp_avg"].flatten() for one in state])
+    whole = moments[None]
+    assert whole.norm() > 0.01  # otherwise nothing would be clipped
+    clipped = whole.clamp(-1e-3, 1e-3) if limit == "clip_value" else whole * (1e-3 / whole.norm())
+    torch.testing.assert_close(moments[1e-3], clipped, rtol=1e-3, atol=1e-7)
 
 
 @pytest.mark.parametrize(("limit", "kind"), [("clip_value", "value"), ("clip_norm", "norm")])
