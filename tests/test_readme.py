@@ -33,7 +33,7 @@ SMALL = {
     "diff": [],
     "tune": ["limit=1", "measure=1", "max_new_tokens=8", "repetitions=1", "widths=[1,2]", "depth=2", "budgets=[4]"],
     "bench decoding": ["limit=1", "max_new_tokens=4", "repetitions=1", "batch.prompts=0"],
-    "bench": ["shape.length=64", "shape.batch=1", "steps=1"],
+    "bench": ["variants=[eagle]", "shape.length=64", "shape.batch=1", "steps=1"],
 }
 
 
