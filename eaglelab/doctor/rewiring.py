@@ -92,6 +92,10 @@ def head_without_norm(network: DraftNetwork) -> None:
 
 
 class _HeadWithoutNorm(FusedDrafter):
+    @property
+    def head_parameters(self) -> list[Tensor]:
+        return [self.lm_head.weight]
+
     def head_input(self, state: Tensor) -> Tensor:
         return state
 
