@@ -1,6 +1,6 @@
-"""python experiments/paper_tasks/table.py [COMPARISON]
+"""python experiments/comparison_table.py STUDY [COMPARISON]
 
-Print the tables of README.md from results/; with the folder of a comparison (`eaglelab compare comparison=paper_tasks`)
+Print the tables of experiments/STUDY/README.md from its results; with the folder of a comparison (`eaglelab compare`)
 take its results over first.
 """
 
@@ -8,24 +8,34 @@ import json
 import sys
 from pathlib import Path
 
-RESULTS = Path(__file__).parent / "results" / "results.json"
 NAMES = ("eagle", "hass", "eagle3")
-ASKED = ("recipes", "budget", "seeds", "suites", "limit", "turns", "max_new_tokens", "trees", "batches", "versions")
+ASKED = (
+    "recipes",
+    "train",
+    "budget",
+    "seeds",
+    "suites",
+    "limit",
+    "turns",
+    "max_new_tokens",
+    "trees",
+    "batches",
+    "versions",
+)
 
 
-def take_over(comparison: Path) -> None:
+def take_over(comparison: Path, results: Path) -> None:
     whole = json.loads((comparison / "results.json").read_text())
     asked = json.loads((comparison / "comparison.json").read_text())
     kept = {part: [one for one in whole[part] if one["suite"] != "eval"] for part in ("summary", "contrasts")}
-    RESULTS.write_text(json.dumps({"asked": {key: asked[key] for key in ASKED}} | kept, indent=1) + "\n")
+    results.write_text(json.dumps({"asked": {key: asked[key] for key in ASKED}} | kept, indent=1) + "\n")
 
 
 def measure(one: dict, name: str, unit: str = "") -> str:
     return f"{one[name]:.2f}{unit} ({one[name + '_low']:.2f} to {one[name + '_high']:.2f})"
 
 
-def main() -> None:
-    results = json.loads(RESULTS.read_text())
+def show(results: dict) -> None:
     cells = {(one["suite"], one["tree"], one["name"]): one for one in results["summary"]}
     groups = list(dict.fromkeys((suite, tree) for suite, tree, _ in cells))
     for title, name, unit in (("tau", "tau", ""), ("speed-up", "speedup", "x")):
@@ -50,6 +60,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        take_over(Path(sys.argv[1]))
-    main()
+    if len(sys.argv) not in (2, 3):
+        sys.exit(__doc__)
+    file = Path(__file__).parent / sys.argv[1] / "results" / "results.json"
+    if len(sys.argv) == 3:
+        take_over(Path(sys.argv[2]), file)
+    show(json.loads(file.read_text()))
