@@ -40,6 +40,7 @@ def test_ids_equal_generate_and_rounds_equal_the_simulation(target, kind, tree):
         assert [r.drafted for r in result.rounds] == [r.drafted for r in rounds]
         assert [r.published for r in result.rounds] == [len(r.published) for r in rounds]
         assert [r.verified for r in result.rounds] == [r.drafted + 1 for r in rounds]
+        assert [r.round for r in result.rounds] == [*range(1, len(rounds) + 1)]
         assert result.stop_reason == "length"
         assert result.rounds[-1].stop_reason == "length"
         assert all(r.stop_reason is None for r in result.rounds[:-1])

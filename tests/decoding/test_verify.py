@@ -1,11 +1,12 @@
 """Greedy acceptance, against a walk from node to node."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from eaglelab.decoding.tree import Topology, Tree
-from eaglelab.decoding.verify import follow
+from eaglelab.decoding.verify import Decision, check_chosen, follow
 
 
 def walk(tokens, parents, best):
@@ -84,3 +85,18 @@ def test_publication_fixture_of_the_article():
     host = follow(logits_BRV.argmax(-1), flat).to_host()
     assert host.rows == [[0, 2]]
     assert host.published == [[5, 4]]  # 4 is also the token of rows 1 and 3
+
+
+@pytest.mark.parametrize("tokens", [[-1], [5, -1], [-1, 5], [0, 3, -1, 2]])
+def test_one_token_that_could_not_be_chosen_is_enough(tokens):
+    """The others of a path or of a batch do not hide it."""
+    with pytest.raises(FloatingPointError, match="no next token can be chosen"):
+        check_chosen(tokens)
+
+
+def test_a_negative_id_stops_a_decision_of_several_sequences():
+    rows, published = torch.tensor([[0, 1], [0, 0]]), torch.tensor([[4, 7], [0, -1]])
+    whole = Decision(torch.tensor([1, 0]), rows, published)
+    assert whole.to_host().published == [[4, 7], [0]]
+    with pytest.raises(FloatingPointError):
+        Decision(torch.tensor([1, 1]), rows, published).to_host()
