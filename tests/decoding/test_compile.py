@@ -79,3 +79,16 @@ def test_generated_code_decides_the_same(target):
     finally:
         target.__dict__.pop("_compiled_rows", None)
         torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_nothing_is_compiled_unasked(target, batch, monkeypatch):
+    def refuse(*arguments, **settings):
+        raise AssertionError("compiled")
+
+    monkeypatch.setattr(torch, "compile", refuse)
+    eager, asked = engines(target, "dynamic", "feature")
+    settings = {"max_new_tokens": 6, "stop_ids": set(), "batch": batch}
+    assert [len(one.tokens) for one in eager.generate(PROMPTS, **settings)] == [6, 6, 6]
+    with pytest.raises(AssertionError, match="compiled"):
+        asked.generate(PROMPTS, **settings)
