@@ -30,7 +30,8 @@ class BreakError(RuntimeError):
 @functools.cache
 def world() -> tuple[FrozenTarget, dict]:
     """The target, and its scores of the next token by context."""
-    target = FrozenTarget(tiny_llama(VOCAB))
+    # in double precision: batches of other sizes add in another order, which fp32 shows beyond its fifth digit
+    target = FrozenTarget(tiny_llama(VOCAB).double())
     return target, {"target": full_logits(target.model)} | {
         kind: drafts(kind, target.model, VOCAB) for kind in ("perfect", "noisy", "wrong")
     }
@@ -205,8 +206,8 @@ class Decoding(RuleBasedStateMachine):
             layers, features = fresh(tuple(request.tokens[:n]))
             for layer, (keys, values) in enumerate(layers):
                 slots = [pool[b, :, :n] for pool in state.cache.slots(layer)]
-                torch.testing.assert_close(slots[0], keys, atol=1e-5, rtol=1e-5)
-                torch.testing.assert_close(slots[1], values, atol=1e-5, rtol=1e-5)
+                torch.testing.assert_close(slots[0], keys, atol=1e-6, rtol=1e-6)
+                torch.testing.assert_close(slots[1], values, atol=1e-6, rtol=1e-6)
             self.check_draft_rows(b, request, features)
 
     def check_text(self, request):
@@ -230,7 +231,7 @@ class Decoding(RuleBasedStateMachine):
             kept += list(pending.features_BNF[b, :count])
             tokens += pending.tokens_BN[b, :count].tolist()
         assert tokens == request.tokens
-        torch.testing.assert_close(torch.stack(kept), features, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(torch.stack(kept), features, atol=1e-6, rtol=1e-6)
         assert mine.nodes == []
 
     def check_records(self, records, before):
