@@ -13,8 +13,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 from omegaconf import DictConfig
 from torch.distributed.device_mesh import init_device_mesh
 
+from eaglelab.drafters import DraftNetwork
 from eaglelab.drafters.sharding import NetworkShards, sharded_state, whole
 from eaglelab.variants import DraftingModule
+from eaglelab.variants.base import Shards
 
 
 def shards_target(trainer: DictConfig) -> bool:
@@ -33,7 +35,44 @@ def require_no_scaler(precision: Any) -> None:
         )
 
 
-class ShardedStrategy(DDPStrategy):
+class SpreadStrategy(DDPStrategy):
+    """A training whose drafter, or its optimizer's state, may be spread over the processes.
+
+    Attributes:
+        drafter_shards: this process's share, from the start of a training on; None: every process has all of it.
+    """
+
+    drafter_shards: Shards | None = None
+
+    def setup(self, trainer: L.Trainer) -> None:
+        if trainer.state.fn == TrainerFn.FITTING or self.drafter_shards is None:
+            super().setup(trainer)
+            return
+        assert self.accelerator is not None and self.model is not None
+        self.accelerator.setup(trainer)  # a validation after the training: all is spread and the same already
+        self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        self.setup_precision_plugin()
+
+    @property
+    def drafting_module(self) -> DraftingModule:
+        assert isinstance(self.lightning_module, DraftingModule)
+        return self.lightning_module
+
+    def same_network(self) -> DraftNetwork:
+        """The drafter, with the first process's weights in all of them.
+
+        Raises:
+            ValueError: fp16.
+        """
+        require_no_scaler(self.precision_plugin)
+        network = self.drafting_module.network
+        for tensor in (*network.parameters(), *network.buffers()):
+            torch.distributed.broadcast(tensor.detach(), 0)
+        return network
+
+
+class ShardedStrategy(SpreadStrategy):
     """The batch, the frozen target's layers and the drafter spread over all processes (FSDP2).
 
     Each layer of the target is gathered while it runs (:meth:`~eaglelab.target.FrozenTarget.shard`). The drafter is
@@ -50,31 +89,17 @@ class ShardedStrategy(DDPStrategy):
 
     shards_target = True
 
+    drafter_shards: NetworkShards | None = None
+
     def __init__(self, shard_drafter: bool = True, **settings: Any) -> None:
         super().__init__(**settings)
         self.shard_drafter = shard_drafter
-        self.drafter_shards: NetworkShards | None = None
-
-    def setup(self, trainer: L.Trainer) -> None:
-        if trainer.state.fn == TrainerFn.FITTING or self.drafter_shards is None:
-            super().setup(trainer)
-            return
-        assert self.accelerator is not None and self.model is not None
-        self.accelerator.setup(trainer)  # a validation after the training: all is sharded and the same already
-        self.precision_plugin.convert_module(self.model)
-        self.model_to_device()
-        self.setup_precision_plugin()
 
     def configure_ddp(self) -> None:
         if not self.shard_drafter:
             super().configure_ddp()
             return
-        require_no_scaler(self.precision_plugin)
-        module = self.lightning_module
-        assert isinstance(module, DraftingModule)
-        network = module.network
-        for tensor in (*network.parameters(), *network.buffers()):
-            torch.distributed.broadcast(tensor.detach(), 0)
+        network = self.same_network()
         mesh = init_device_mesh(self.root_device.type, (self.world_size,))
         self.drafter_shards = NetworkShards(network, mesh)
 

@@ -18,19 +18,17 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from eaglelab.training.strategies import require_no_scaler
-from eaglelab.variants import DraftingModule, OptimConfig
+from eaglelab.training.strategies import SpreadStrategy
+from eaglelab.variants import OptimConfig
 
 log = logging.getLogger(__name__)
 
 _INSTEAD = "trainer=fsdp spreads target and drafter without DeepSpeed"
 
 
-class ZeroStrategy(DDPStrategy):
+class ZeroStrategy(SpreadStrategy):
     """The batch spread over all processes, and the drafter's optimizer state by DeepSpeed (ZeRO stage 1).
 
     Args:
@@ -40,6 +38,8 @@ class ZeroStrategy(DDPStrategy):
     Raises:
         ValueError: DeepSpeed is not installed, or another stage is asked for.
     """
+
+    drafter_shards: ZeroShards | None = None
 
     def __init__(self, zero_optimization: Mapping[str, Any] | None = None, **settings: Any) -> None:
         super().__init__(**settings)
@@ -51,7 +51,6 @@ class ZeroStrategy(DDPStrategy):
                 f"trainer.strategy.zero_optimization.stage={self._zero['stage']}: drafters train with stage 1, the "
                 f"others move gradients or weights in every pass; {_INSTEAD}"
             )
-        self.drafter_shards: ZeroShards | None = None
 
     @staticmethod
     def require(optim: OptimConfig) -> None:
@@ -67,26 +66,14 @@ class ZeroStrategy(DDPStrategy):
                 f"instead of optim.clip_value={optim.clip_value}, or use trainer=fsdp"
             )
 
-    def setup(self, trainer: L.Trainer) -> None:
-        if trainer.state.fn != TrainerFn.FITTING and self.drafter_shards is not None:
-            assert self.accelerator is not None
-            self.accelerator.setup(trainer)  # a validation after the training: the weights are the same everywhere
-            self.model_to_device()
-            self.setup_precision_plugin()
-            return
-        super().setup(trainer)
-
     def configure_ddp(self) -> None:
-        module = self._module
-        self.require(module.optim)
-        require_no_scaler(self.precision_plugin)
-        for tensor in (*module.network.parameters(), *module.network.buffers()):
-            torch.distributed.broadcast(tensor.detach(), 0)
+        self.require(self.drafting_module.optim)
+        self.same_network()
 
     def setup_optimizers(self, trainer: L.Trainer) -> None:
         super().setup_optimizers(trainer)
         deepspeed = _deepspeed_for(self.root_device)
-        module, (optimizer,) = self._module, self.optimizers
+        module, (optimizer,) = self.drafting_module, self.optimizers
         config = {
             "train_micro_batch_size_per_gpu": 1,  # asked for, and read by nothing that is used here
             "gradient_accumulation_steps": 1,
@@ -100,17 +87,12 @@ class ZeroStrategy(DDPStrategy):
         )
         self.drafter_shards = ZeroShards(engine, optimizer, trained)
 
-    @property
-    def _module(self) -> DraftingModule:
-        assert isinstance(self.lightning_module, DraftingModule)
-        return self.lightning_module
-
     def optimizer_step(
         self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
         assert self.drafter_shards is not None
         step: Any = _Step(self.drafter_shards.engine)
-        return self.precision_plugin.optimizer_step(step, model=self._module, closure=closure, **kwargs)
+        return self.precision_plugin.optimizer_step(step, model=self.drafting_module, closure=closure, **kwargs)
 
     # --- checkpoints ------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from eaglelab.target import FrozenTarget, HeadOnlyTarget, ShardedTarget
 from tests.target.target_families import FAMILIES, build
-from tests.training.test_measures import free_port
+from tests.training.processes import free_port
 from tests.variants.conftest import tiny_target
 
 

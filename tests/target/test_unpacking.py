@@ -14,7 +14,7 @@ from eaglelab.target.inputs import positions_of
 from eaglelab.target.masks import MaskRule
 from eaglelab.target.unpacking import _spans, unpack
 from tests.target.target_families import FAMILIES, VOCAB, target_of
-from tests.training.test_measures import free_port
+from tests.training.processes import free_port
 from tests.variants.conftest import tiny_target
 
 TAPS = (0, 2, "final")

@@ -1,8 +1,5 @@
 """What training logs: means over rows, however the rows are dealt to micro-batches and processes."""
 
-import os
-import socket
-
 import lightning as L
 import pytest
 import torch
@@ -19,6 +16,7 @@ from eaglelab.training.memory import Placement, step_memory
 from eaglelab.variants import VARIANTS, OptimConfig
 from eaglelab.variants.measures import RowMeans
 from eaglelab.variants.rollout import rollouts
+from tests.training.processes import assert_close_as_a_whole, assert_same_training, be_process, free_port
 from tests.variants.conftest import loader, make_batch, tiny_target
 from tests.variants.test_eagle import trainer
 
@@ -149,12 +147,6 @@ def test_row_means_by_hand():
 # ---- two processes -------------------------------------------------------------------------------------------
 
 
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
-
-
 class Gradient(L.Callback):
     """Keeps the gradient of the last optimizer step."""
 
@@ -206,17 +198,7 @@ def variant_of(job: str) -> str:
 
 
 def worker(rank: int, port: int, folder: str) -> None:
-    os.environ |= {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "GROUP_RANK": "0",
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "TORCHELASTIC_RUN_ID": "test",
-    }
-    torch.set_num_threads(1)
+    be_process(rank, port)
     jobs = dealt(rank)
     replicated = ["empty end", *(job for job in jobs if variant_of(job) == job.split()[-1])]
     results = {job: one_step(variant_of(job), jobs[job], strategy="ddp", devices=2) for job in replicated}
@@ -266,18 +248,11 @@ def test_a_step_that_ends_with_an_empty_micro_batch_averages_its_gradients(two_p
     torch.testing.assert_close(first, alone, rtol=1e-4, atol=1e-7)
 
 
-def assert_close_as_a_whole(found, expected, share):
-    """Largest difference within ``share`` of the largest number: small numbers carry the rounding of large ones."""
-    assert found.shape == expected.shape
-    assert (found - expected).abs().max() <= share * expected.abs().max()
-
-
 @pytest.mark.parametrize("job", SHARDED)
 def test_a_sharded_drafter_trains_as_a_whole_one(job, two_processes, tmp_path):
     """FSDP2 over two processes against one with the joint micro-batches, in which one process may have no rows.
 
-    Gradients, also clipped; weights and optimizer state afterwards, in one checkpoint of the same form. AdamW's first
-    step turns the rounding of tiny gradients into steps of its own size, so weights are compared by their mean.
+    Gradients, also clipped; weights and optimizer state afterwards, in one checkpoint of the same form.
     """
     here = tmp_path / "one.ckpt"
     module = build(variant_of(job), **SHARDED[job])
@@ -296,17 +271,5 @@ def test_a_sharded_drafter_trains_as_a_whole_one(job, two_processes, tmp_path):
         assert found["state"] == pytest.approx(planned.optimizer, rel=0.01)
         assert max(found["shares"]) < 0.6  # no process holds a whole gradient when the optimizer steps
     one, two = torch.load(here, weights_only=True), two_processes[0]["checkpoints"][job]
-    assert one.keys() == two.keys()
-    assert one["state_dict"].keys() == two["state_dict"].keys()
-    before = module.state_dict()
-    for name, weight in one["state_dict"].items():
-        found, moved = two["state_dict"][name].double(), (weight.double() - before[name].double()).abs().mean()
-        share = 0.1 if job == "muon" else 0.002  # Muon rounds to bf16
-        assert (found - weight.double()).abs().mean() <= share * moved, name
-    first, second = one["optimizer_states"][0], two["optimizer_states"][0]
-    assert first["param_groups"] == second["param_groups"]
-    assert first["state"].keys() == second["state"].keys()
-    for number, state in first["state"].items():
-        assert state.keys() == second["state"][number].keys()
-        for name, value in state.items():
-            assert_close_as_a_whole(second["state"][number][name], value, 2e-4 if job == "clipped" else 2e-5)
+    rounding = {"weights": 0.1 if job == "muon" else 0.002, "state": 2e-4 if job == "clipped" else 2e-5}  # Muon: bf16
+    assert_same_training(one, two, module.state_dict(), **rounding)

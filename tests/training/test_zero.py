@@ -1,7 +1,6 @@
 """DeepSpeed's ZeRO-1 trains as one process does; where DeepSpeed is not installed, the way out is told."""
 
 import importlib.util
-import os
 
 import pytest
 import torch
@@ -14,7 +13,8 @@ from eaglelab.cli.config import config_dir, register_resolvers
 from eaglelab.training import ZeroStrategy
 from eaglelab.training.strategies import require_no_scaler, shards_target
 from eaglelab.variants import OptimConfig
-from tests.training.test_measures import build, dealt, free_port, loader, union, variant_of
+from tests.training.processes import assert_same_training, be_process, free_port
+from tests.training.test_measures import build, dealt, loader, union, variant_of
 from tests.variants.test_eagle import trainer
 
 INSTALLED = importlib.util.find_spec("deepspeed") is not None
@@ -32,18 +32,7 @@ def fitted(job, batches, steps, path, before=None, **settings):
 
 
 def worker(rank: int, port: int, folder: str) -> None:
-    os.environ |= {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "GROUP_RANK": "0",
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "LOCAL_SIZE": "2",
-        "TORCHELASTIC_RUN_ID": "test",
-    }
-    torch.set_num_threads(1)
+    be_process(rank, port)
     shares = {}
     for job in JOBS:
         at = [f"{folder}/{job}.{steps}.ckpt" for steps in (1, 2)]
@@ -76,19 +65,7 @@ def test_two_processes_train_as_one(job, two_processes, tmp_path):
         fitted(job, both, steps, tmp_path / f"{steps}.ckpt", before)
         one = torch.load(tmp_path / f"{steps}.ckpt", weights_only=True)
         two = torch.load(two_processes / f"{job}.{steps}.ckpt", weights_only=True)
-        assert one.keys() == two.keys() and one["state_dict"].keys() == two["state_dict"].keys()
-        for name, weight in one["state_dict"].items():
-            moved = (weight.double() - start[name].double()).abs().mean()
-            assert (two["state_dict"][name].double() - weight.double()).abs().mean() <= 0.002 * moved, name
-        first, second = (checkpoint["optimizer_states"][0] for checkpoint in (one, two))
-        assert first["param_groups"] == second["param_groups"]
-        assert first["state"].keys() == second["state"].keys()
-        for number, state in first["state"].items():
-            assert state.keys() == second["state"][number].keys()
-            for name, value in state.items():
-                found = second["state"][number][name]
-                assert found.shape == value.shape
-                assert (found - value).abs().max() <= 5e-5 * value.abs().max(), name
+        assert_same_training(one, two, start, weights=0.002, state=5e-5)
     for rank in range(2):
         assert torch.load(two_processes / f"{rank}.pt")[job] == pytest.approx(0.5, abs=0.01)
 
