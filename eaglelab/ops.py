@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,11 @@ def no_grad(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
 
     return call
+
+
+def on_device(values: Any, device: torch.device | str, dtype: torch.dtype | None = None) -> Tensor:
+    """``torch.tensor(values)`` on a device. Made there directly, the host would wait for all work in its queue."""
+    return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
 
 
 def largest(scores: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,12 +6,15 @@ Letters: B sequences (packed rows), S tokens.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from eaglelab.data.rows import Rows
+
+if TYPE_CHECKING:
+    from eaglelab.target.sequences import SequencePlan
 
 
 @dataclasses.dataclass
@@ -27,6 +30,7 @@ class Batch:
         rows: the training plan compiled from the four masks above.
         features: what the target says about the tokens, as a feature store keeps it, each [B, S, ...]; empty where
             the target is run in training.
+        sequences: how the target reads the tokens, where a trainer moves batches: planned on the host before.
     """
 
     tokens_BS: Tensor
@@ -36,6 +40,7 @@ class Batch:
     answer_BS: Tensor
     rows: Rows
     features: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    sequences: SequencePlan | None = None
 
     @property
     def batch_size(self) -> int:
@@ -50,9 +55,13 @@ class Batch:
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """A copy on ``device``. Lightning calls this one."""
         parts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        features = parts.pop("features")
+        features, sequences = parts.pop("features"), parts.pop("sequences")
         moved = {name: part.to(device, non_blocking=non_blocking) for name, part in parts.items()}
-        return Batch(**moved, features={k: v.to(device, non_blocking=non_blocking) for k, v in features.items()})
+        return Batch(
+            **moved,
+            features={k: v.to(device, non_blocking=non_blocking) for k, v in features.items()},
+            sequences=sequences and sequences.to(device, non_blocking),
+        )
 
     def pin_memory(self) -> Batch:
         """A copy in page-locked memory. Called by torch's ``DataLoader(pin_memory=True)``."""

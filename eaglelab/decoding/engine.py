@@ -25,6 +25,7 @@ from eaglelab.decoding.state import DecodeState, Request
 from eaglelab.decoding.transaction import Transaction
 from eaglelab.decoding.tree import FlatTree, Tree, root_only
 from eaglelab.decoding.verify import Decision, HostDecision, follow
+from eaglelab.ops import on_device
 from eaglelab.target.experts import ExpertWatch
 
 if TYPE_CHECKING:
@@ -185,7 +186,7 @@ class Engine:
         assert state.seed_B1d is not None
         position_B1 = state.length_B1 - 1
         if not all(drafting):
-            drafting_B1 = torch.tensor(drafting).to(position_B1.device, non_blocking=True)[:, None]
+            drafting_B1 = on_device(drafting, position_B1.device)[:, None]
             position_B1 = position_B1 * drafting_B1
         seed = DraftSeed(state.seed_B1d, position_B1)
         generators: list[torch.Generator] = []
@@ -224,7 +225,7 @@ class Engine:
         sampled = accept_sampled(p_BRV, drafted, law.noise(generators, (L, K)), uniform_BL)
         if all(drafting):
             return sampled
-        return sampled.where(torch.tensor(drafting).to(p_BRV.device, non_blocking=True)[:, None], decision)
+        return sampled.where(on_device(drafting, p_BRV.device)[:, None], decision)
 
     # ---- requests come and go -------------------------------------------------------------------------------
 

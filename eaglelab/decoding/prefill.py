@@ -14,6 +14,7 @@ from eaglelab.decoding.protocol import Drafter, TreePolicy
 from eaglelab.decoding.state import DecodeState, DraftRows, Request, stack_features
 from eaglelab.decoding.tree import root_only
 from eaglelab.decoding.verify import check_chosen
+from eaglelab.ops import on_device
 
 if TYPE_CHECKING:
     from eaglelab.target.frozen import FrozenTarget
@@ -39,9 +40,9 @@ def prefill(
     B, device = len(requests), target.device
     counts = [request.prompt_length for request in requests]
     N = max(counts)
-    tokens_BN = torch.tensor([request.tokens + [0] * (N - len(request.tokens)) for request in requests], device=device)
+    tokens_BN = on_device([request.tokens + [0] * (N - len(request.tokens)) for request in requests], device)
     position_BN = torch.arange(N, device=device).expand(B, N)
-    last_B1 = torch.tensor(counts, device=device)[:, None] - 1
+    last_B1 = on_device(counts, device)[:, None] - 1
     settings_of_slots = {"whole": True} if whole else {}
     cache = target.new_cache(B, N if room is None else capacity, room=room, **settings_of_slots)
     taps = () if drafter is None else tuple(drafter.taps)

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from eaglelab.ops import on_device
+
 if TYPE_CHECKING:
     from eaglelab.decoding.tree import Tree
 
@@ -143,7 +145,7 @@ def last_rows(rows_BNd: Tensor, counts: Sequence[int], otherwise_B1d: Tensor | N
     N = rows_BNd.shape[1]
     if all(count == N for count in counts):
         return rows_BNd[:, -1:]
-    counts_B11 = torch.tensor(counts, device=rows_BNd.device)[:, None, None]
+    counts_B11 = on_device(counts, rows_BNd.device)[:, None, None]
     index_B1d = (counts_B11 - 1).clamp(min=0).expand(-1, 1, rows_BNd.shape[-1])
     last_B1d = rows_BNd.gather(1, index_B1d)
     return last_B1d if otherwise_B1d is None else torch.where(counts_B11 > 0, last_B1d, otherwise_B1d)

@@ -29,6 +29,12 @@ class Stopwatch:
         else:
             self._marks.append(time.perf_counter())
 
+    @property
+    def passed(self) -> bool:
+        """Whether the device has passed the last mark."""
+        last = self._marks[-1]
+        return last.query() if isinstance(last, torch.cuda.Event) else True
+
     def between(self, first: int, last: int) -> float:
         """Seconds from mark `first` to mark `last`; waits for the device if it is not there yet."""
         start, end = self._marks[first], self._marks[last]

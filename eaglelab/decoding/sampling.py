@@ -28,7 +28,7 @@ from transformers import (
 
 from eaglelab.decoding.residual import draw_from
 from eaglelab.decoding.tree import FlatTree
-from eaglelab.ops import largest
+from eaglelab.ops import largest, on_device
 
 Process = Callable[..., Tensor]  # (token ids [n, S], scores [n, V]) -> scores [n, V]
 
@@ -211,7 +211,7 @@ def _most_probable(scores_BRV: Tensor) -> Tensor:
 
 
 def _column(flags: Sequence[bool], device: torch.device) -> Tensor:
-    return torch.tensor(flags).to(device, non_blocking=True)[:, None]
+    return on_device(flags, device)[:, None]
 
 
 def _warp(scores_BRV: Tensor, settings: Sequence[Sampling]) -> Tensor:
@@ -240,13 +240,15 @@ def _look_back(
     """Run processors level by level: rows of one level have equally long texts."""
     tree = flat.topology
     device = scores_RV.device
-    prefix_S = torch.tensor(list(prefix), dtype=torch.int64, device=device)
+    prefix_S = on_device(list(prefix), device, torch.int64)
     depth_R = tree.depth_BR[b if tree.depth_BR.shape[0] > 1 else 0]
     path_RL = tree.path_BRL[b if tree.path_BRL.shape[0] > 1 else 0]
     tokens_RL = flat.tokens_BR[b].clamp(min=0)[path_RL]
     result_RV = scores_RV.clone()
     for level in range(path_RL.shape[1]):
-        rows_n = (depth_R == level).nonzero().flatten()
+        # of a tree that branches the host waits for the rows: processors take texts of one length
+        on_level = torch.arange(level, level + 1, device=device) if tree.chain else (depth_R == level).nonzero()
+        rows_n = on_level.flatten()
         if not rows_n.numel():
             continue
         text_nS = torch.cat([prefix_S.expand(len(rows_n), -1), tokens_RL[rows_n, : level + 1]], dim=1)

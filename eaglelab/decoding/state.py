@@ -18,6 +18,7 @@ from torch import Tensor
 
 from eaglelab.decoding.protocol import Drafter, DraftState
 from eaglelab.decoding.sampling import Sampling, Stream
+from eaglelab.ops import on_device
 from eaglelab.target import closing_order
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ class DraftRows:
     starts: list[int]
 
     def select(self, order: Sequence[int]) -> DraftRows:
-        place_B = torch.tensor(order, device=self.tokens_BN.device)
+        place_B = on_device(order, self.tokens_BN.device)
         position_BN = self.position_BN.expand(len(self.counts), -1)
         return DraftRows(
             self.features_BNF[place_B],
@@ -183,7 +184,7 @@ class DecodeState:
         self.cache.select(order)
         if self.draft is not None and drafter is not None:
             drafter.select(self.draft, order)
-        place_B = torch.tensor(order, device=self.frontier_B1.device)
+        place_B = on_device(order, self.frontier_B1.device)
         self.frontier_B1, self.length_B1 = self.frontier_B1[place_B], self.length_B1[place_B]
         self.seed_B1d = None if self.seed_B1d is None else self.seed_B1d[place_B]
         self.pending = None if self.pending is None else self.pending.select(order)

@@ -15,6 +15,7 @@ from torch import Tensor
 from eaglelab.decoding.protocol import Drafter
 from eaglelab.decoding.state import DecodeState, DraftRows, Publication, stack_features
 from eaglelab.decoding.verify import Decision, HostDecision
+from eaglelab.ops import on_device
 
 if TYPE_CHECKING:
     from eaglelab.target.frozen import RowsOutput
@@ -122,5 +123,5 @@ def _advance(length_B1: Tensor, tokens_BA: Tensor, counts: list[int]) -> tuple[T
     A = tokens_BA.shape[1]
     if all(count == A for count in counts):
         return tokens_BA[:, -1:], length_B1 + A
-    counts_B1 = torch.tensor(counts).to(length_B1.device, non_blocking=True)[:, None]
+    counts_B1 = on_device(counts, length_B1.device)[:, None]
     return tokens_BA.gather(1, counts_B1 - 1), length_B1 + counts_B1

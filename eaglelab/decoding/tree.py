@@ -16,6 +16,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from eaglelab.ops import on_device
+
 
 @dataclass(frozen=True)
 class Topology:
@@ -150,7 +152,7 @@ class FlatTree:
         """The other sequences keep their root row alone: their nodes get the token -1, which nothing accepts."""
         if all(drafting) or self.nodes == 0:
             return self
-        drafting_B1 = torch.tensor(drafting).to(self.tokens_BR.device, non_blocking=True)[:, None]
+        drafting_B1 = on_device(drafting, self.tokens_BR.device)[:, None]
         tokens_BR = torch.where(drafting_B1, self.tokens_BR, -1)
         tokens_BR[:, 0] = self.tokens_BR[:, 0]
         return replace(self, tokens_BR=tokens_BR)

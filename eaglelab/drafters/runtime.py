@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from eaglelab.drafters.config import DrafterConfig
 from eaglelab.drafters.layers import Attend
 from eaglelab.drafters.network import DraftNetwork
-from eaglelab.ops import no_grad
+from eaglelab.ops import no_grad, on_device
 from eaglelab.target import FrozenTarget, Tap, moves
 from eaglelab.target.inputs import regular
 
@@ -50,7 +50,7 @@ class DraftState:
     def lengths(self, lengths: list[int]) -> None:
         self._lengths = lengths
         self.uniform = len(set(lengths)) == 1
-        self._length_B1 = None if self.uniform else torch.tensor(lengths, device=self._keys_BGCD.device)[:, None]
+        self._length_B1 = None if self.uniform else on_device(lengths, self._keys_BGCD.device)[:, None]
 
     @property
     def row_bytes(self) -> int:
@@ -99,7 +99,7 @@ class DraftState:
     @property
     def length_B1(self) -> Tensor:
         if self._length_B1 is None:
-            return torch.tensor(self.lengths).to(self._keys_BGCD.device, non_blocking=True)[:, None]
+            return on_device(self.lengths, self._keys_BGCD.device)[:, None]
         return self._length_B1
 
     def causal_mask(self, N: int, K: int) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Protocol
 from torch import Tensor
 
 from eaglelab.data.batch import Batch
-from eaglelab.target import FINAL, FrozenTarget, Tap
+from eaglelab.target import FINAL, FrozenTarget, SequencePlan, Tap
 
 Head = Callable[[Tensor], Tensor]
 
@@ -42,6 +42,10 @@ class FeatureSource(Protocol):
     @property
     def has_last_feature(self) -> bool: ...
 
+    def plan(self, batch: Batch) -> SequencePlan | None:
+        """What the target has to know of a batch on the host; None where it is not run."""
+        ...
+
     def of(self, batch: Batch, taps: tuple[Tap, ...]) -> Features:
         """The streams named by ``taps`` and the teacher rows, without gradient."""
         ...
@@ -55,12 +59,12 @@ class OnlineFeatures:
     def __init__(self, target: FrozenTarget) -> None:
         self.target = target
 
-    def of(self, batch: Batch, taps: tuple[Tap, ...]) -> Features:
-        streams = self.target.features(
-            batch.tokens_BS,
-            tuple(dict.fromkeys((*taps, FINAL))),
-            valid_BS=batch.valid_BS,
-            segment_BS=batch.segment_BS,
-            position_BS=batch.position_BS,
+    def plan(self, batch: Batch) -> SequencePlan:
+        return self.target.plan_sequences(
+            batch.tokens_BS, valid_BS=batch.valid_BS, segment_BS=batch.segment_BS, position_BS=batch.position_BS
         )
+
+    def of(self, batch: Batch, taps: tuple[Tap, ...]) -> Features:
+        plan = batch.sequences if batch.sequences is not None else self.plan(batch).to(self.target.device)
+        streams = self.target.features_of(plan, tuple(dict.fromkeys((*taps, FINAL))))
         return Features(streams, streams[FINAL], self.target.lm_head)

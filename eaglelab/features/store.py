@@ -322,5 +322,8 @@ class StoreFeatures:
     def has_last_feature(self) -> bool:
         return self.contents.teacher == "feature"
 
+    def plan(self, batch: Batch) -> None:
+        """The target is not run."""
+
     def of(self, batch: Batch, taps: tuple[Tap, ...]) -> Features:
         return self.contents.decode(batch.features, taps, self.target.lm_head, self.target.dtype)

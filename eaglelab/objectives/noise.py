@@ -54,8 +54,8 @@ def feature_noise(
     if law == "none":
         return None
     if law == "gaussian":
-        return (torch.randn(shape, generator=generator) * scale).to(device)
-    noise = ((torch.rand(shape, generator=generator) - 0.5) * (2 * scale)).to(device)
+        return (torch.randn(shape, generator=generator) * scale).to(device, non_blocking=True)
+    noise = ((torch.rand(shape, generator=generator) - 0.5) * (2 * scale)).to(device, non_blocking=True)
     if law == "paper_uniform":
         return noise
     if length_BR is None:

@@ -12,6 +12,7 @@ from eaglelab.target.manifest import (
     ManifestMismatch,
 )
 from eaglelab.target.masks import MaskRule
+from eaglelab.target.sequences import SequencePlan
 from eaglelab.target.sharded import ShardedTarget
 from eaglelab.target.taps import FINAL, Tap, default_taps, validate_taps
 
@@ -28,6 +29,7 @@ __all__ = [
     "ManifestMismatch",
     "MaskRule",
     "RowsOutput",
+    "SequencePlan",
     "ShardedTarget",
     "Tap",
     "TargetFingerprint",

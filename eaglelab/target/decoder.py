@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
 
 from eaglelab.target.kv import KVSlots
 from eaglelab.target.taps import FINAL, Tap
@@ -31,7 +32,7 @@ class Wiring:
     cache_argument: str  # "cache"; "past_key_values" in older library versions and own code
     norm: nn.Module | None  # behind the last layer; None where its name is unknown
 
-    def run(self, tokens_BS: Tensor, position_BS: Tensor, mask: Any, cache: KVSlots | None) -> Tensor:
+    def run(self, tokens_BS: Tensor, position_BS: Tensor, mask: Any, cache: Cache | None) -> Tensor:
         """The decoder stack alone: final features [B, S, d], in the target's own type even inside
         a caller's autocast."""
         arguments: dict[str, Any] = {"use_cache": False}

@@ -19,14 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from eaglelab import assets
-from eaglelab.ops import no_grad
+from eaglelab.ops import no_grad, on_device
 from eaglelab.target import inputs, loading, probe
 from eaglelab.target.decoder import find_wiring, use_exact_attention
 from eaglelab.target.fingerprint import TargetFingerprint, fingerprint_target
-from eaglelab.target.kv import KVSlots, LayerShape, SlotPlan
+from eaglelab.target.kv import KeepNothing, KVSlots, LayerShape, SlotPlan
 from eaglelab.target.masks import MaskRule, segment_allowed
+from eaglelab.target.sequences import SequencePlan, plan_sequences
 from eaglelab.target.taps import FINAL, Tap, validate_taps
-from eaglelab.target.unpacking import MASKED_LENGTH, features_of_segments, passes_missing, unpack
+from eaglelab.target.unpacking import features_of_segments, passes_missing
 
 
 @dataclass
@@ -248,7 +249,18 @@ class FrozenTarget(nn.Module):
 
     # --- features of whole sequences ----------------------------------------------------------
 
-    @torch.no_grad()
+    def plan_sequences(
+        self,
+        tokens_BS: Tensor,
+        *,
+        valid_BS: Tensor | None = None,
+        segment_BS: Tensor | None = None,
+        position_BS: Tensor | None = None,
+    ) -> SequencePlan:
+        """Check rows for `features_of`, on the device they are on. Arguments and errors are those of `features`."""
+        limits = {"embedding_size": self.embedding_size, "max_positions": self.max_positions}
+        return plan_sequences(tokens_BS, valid_BS, segment_BS, position_BS, **limits)
+
     def features(
         self,
         tokens_BS: Tensor,
@@ -271,38 +283,37 @@ class FrozenTarget(nn.Module):
         Raises:
             ValueError: shapes, token ids, positions or taps outside what the target has.
         """
+        plan = self.plan_sequences(
+            tokens_BS.to(self.device), valid_BS=valid_BS, segment_BS=segment_BS, position_BS=position_BS
+        )
+        return self.features_of(plan, taps)
+
+    @torch.no_grad()
+    def features_of(self, plan: SequencePlan, taps: Sequence[Tap]) -> dict[Tap, Tensor]:
+        """Features of planned rows, by tap, each [B, S, d]; the plan must be on the target's device.
+
+        Raises:
+            ValueError: taps that the target does not have.
+        """
         taps = validate_taps(taps, self.num_layers)
-        tokens_BS = tokens_BS.to(self.device)
-        segment_BS = inputs.segments_of(tokens_BS, valid_BS, segment_BS)
-        padding_BS = segment_BS < 0
-        tokens_BS = inputs.check_tokens(tokens_BS, ~padding_BS, self.embedding_size, "features")
-        if position_BS is None:
-            position_BS = inputs.positions_of(segment_BS)
-        else:
-            inputs.check_shape(position_BS, tuple(tokens_BS.shape), "position_BS")
-            position_BS = position_BS.to(self.device).masked_fill(padding_BS, 0)
-        if tokens_BS.shape[1] > self.max_positions:
-            inputs.check_positions(position_BS, self.max_positions)
-        index_1S = torch.arange(tokens_BS.shape[1], device=self.device)[None]
-        one_segment = (segment_BS <= 0).all() & ((position_BS == index_1S) | padding_BS).all()
-        padding_last = ~(padding_BS[:, :-1] & ~padding_BS[:, 1:]).any()
-        plain = bool(one_segment & padding_last)
-        groups = None if plain or tokens_BS.shape[1] <= MASKED_LENGTH else unpack(segment_BS, position_BS)
+        tokens_BS, position_BS, groups = plan.tokens_BS, plan.position_BS, plan.groups
         missing = passes_missing(self._wiring.layers[0], len(groups) if groups else 1, self.device)
         if groups:
             features = features_of_segments(groups, tokens_BS, lambda t, p: self._features(t, p, None, taps))
-        elif plain:
+        elif plan.plain:
+            index_1S = torch.arange(tokens_BS.shape[1], device=self.device)[None]
             features = self._features(tokens_BS, index_1S.expand_as(tokens_BS), None, taps)
         else:
-            mask = self._masks.additive(segment_allowed(segment_BS), position_BS, position_BS, self.dtype)
+            mask = self._masks.additive(segment_allowed(plan.segment_BS), position_BS, position_BS, self.dtype)
             features = self._features(tokens_BS, position_BS, mask, taps)
         for _ in range(missing):
             self._features(torch.zeros_like(tokens_BS[:1, :1]), torch.zeros_like(tokens_BS[:1, :1]), None, ())
         return features
 
     def _features(self, tokens_BS: Tensor, position_BS: Tensor, mask: Any, taps: Sequence[Tap]) -> dict[Tap, Tensor]:
+        cache = None if mask is not None or self.device.type == "cpu" else KeepNothing(self.num_layers)
         with self._wiring.tapping(taps) as tapped:
-            final_BSd = self._wiring.run(tokens_BS, position_BS, mask, None)
+            final_BSd = self._wiring.run(tokens_BS, position_BS, mask, cache)
         return {tap: final_BSd if tap == FINAL else tapped[tap] for tap in taps}
 
     # --- rows after a committed prefix --------------------------------------------------------
@@ -388,7 +399,7 @@ class FrozenTarget(nn.Module):
             raise
         features = {tap: final_BNd if tap == FINAL else tapped[tap] for tap in taps}
         if logits == "last":
-            last_B = torch.tensor([max(c, 1) - 1 for c in plan.counts], device=self.device)
+            last_B = on_device([max(c, 1) - 1 for c in plan.counts], self.device)
             final_BNd = final_BNd[torch.arange(B, device=self.device), last_B][:, None]
         return RowsOutput(self.lm_head(final_BNd), features)
 

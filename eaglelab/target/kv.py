@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from eaglelab.ops import on_device
+
 LayerShape = tuple[int, int, int, int]  # key heads, key width, value heads, value width
 
 
@@ -170,7 +172,7 @@ class KVSlots(Cache):
 
     def lengths_B(self, device: torch.device | str = "cpu") -> Tensor:
         """Committed lengths as an int64 tensor."""
-        return torch.tensor(self.lengths, dtype=torch.int64, device=device)
+        return on_device(self.lengths, device)
 
     def slots(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer, views of [B, H, C, hd]; only committed slots mean anything."""
@@ -209,7 +211,7 @@ class KVSlots(Cache):
             return self._plan
         lengths_B = self.lengths_B(device)
         offset_1N = torch.arange(rows, device=device)[None]
-        real_BN = offset_1N < torch.tensor(counts, device=device)[:, None]
+        real_BN = offset_1N < on_device(counts, device)[:, None]
         slots_BN = torch.where(real_BN, lengths_B[:, None] + offset_1N, self.capacity)
         visible = self.capacity if self.whole else max(1, *ends)
         self._plan = SlotPlan(rows, counts, visible, None, device, lengths_B, slots_BN, real_BN)
@@ -384,7 +386,7 @@ class KVSlots(Cache):
             return
         if self.batch == 1:
             first, line = self.lengths[0], accepted[0]
-            source_A = torch.tensor([first + r for r in line], device=device)
+            source_A = on_device([first + r for r in line], device)
             for pool in self._pools:
                 pool[:, :, :, first : first + len(line)] = pool.index_select(3, source_A)
             return
@@ -399,10 +401,32 @@ class KVSlots(Cache):
             for length, line in zip(self.lengths, accepted, strict=True)
         ]
         batch_B1 = torch.arange(self.batch, device=device)[:, None]
-        source_BA = torch.tensor(source, device=device)
-        target_BA = torch.tensor(target, device=device)
+        source_BA = on_device(source, device)
+        target_BA = on_device(target, device)
         for pool in self._pools:
             pool[:, batch_B1, :, target_BA] = pool[:, batch_B1, :, source_BA]
+
+
+class KeepNothing(Cache):
+    """The cache of a pass over whole sequences: hands every layer its own keys and values, and forgets them.
+
+    Without a cache the library asks the device whether positions restart within a row, and the host waits for that.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__(layers=[])
+        self._layers = num_layers
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
+        return query_length, 0
 
 
 class _PoolViews:

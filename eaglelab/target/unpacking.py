@@ -26,11 +26,15 @@ class SegmentGroup:
 
     Attributes:
         address_GL: int64, ``b * S + s`` of every token; padding repeats the segment's last token.
-        real_GL: bool, False on padding.
+        place_T: int64, ``g * L + l`` of the tokens that are no padding.
     """
 
     address_GL: Tensor
-    real_GL: Tensor
+    place_T: Tensor
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> SegmentGroup:
+        """A copy on ``device``."""
+        return SegmentGroup(*(x.to(device, non_blocking=non_blocking) for x in (self.address_GL, self.place_T)))
 
 
 def unpack(segment_BS: Tensor, position_BS: Tensor) -> list[SegmentGroup] | None:
@@ -67,7 +71,7 @@ def unpack(segment_BS: Tensor, position_BS: Tensor) -> list[SegmentGroup] | None
         step_L = torch.arange(lengths[first], device=device)
         real_GL = step_L < length_N[chosen_G, None]
         address_GL = address_N[chosen_G, None] + torch.minimum(step_L, length_N[chosen_G, None] - 1)
-        groups.append(SegmentGroup(address_GL, real_GL))
+        groups.append(SegmentGroup(address_GL, real_GL.flatten().nonzero().flatten()))
     return groups
 
 
@@ -77,13 +81,13 @@ def features_of_segments(
     """Features [B, S, d] by tap, zero on padding, from ``run(tokens, positions)`` of each group."""
     whole: dict[Tap, Tensor] = {}
     for group in groups:
-        position_1L = torch.arange(group.real_GL.shape[1], device=tokens_BS.device)[None]
+        position_1L = torch.arange(group.address_GL.shape[1], device=tokens_BS.device)[None]
         tokens_GL = tokens_BS.flatten()[group.address_GL]
-        address_T = group.address_GL[group.real_GL]
+        address_T = group.address_GL.flatten()[group.place_T]
         for tap, part_GLd in run(tokens_GL, position_1L.expand_as(tokens_GL)).items():
             if tap not in whole:
                 whole[tap] = part_GLd.new_zeros(tokens_BS.numel(), part_GLd.shape[-1])
-            whole[tap][address_T] = part_GLd[group.real_GL]
+            whole[tap][address_T] = part_GLd.flatten(0, 1)[group.place_T]
     return {tap: rows_Td.view(*tokens_BS.shape, -1) for tap, rows_Td in whole.items()}
 
 

@@ -15,6 +15,8 @@ from tqdm import tqdm
 
 from eaglelab.data.batch import Batch
 
+SHOWN = ("train/loss", "train/accuracy", "val/tau")
+
 
 class StepProgressBar(ProgressBar):
     """One bar over ``max_steps`` with loss, draft accuracy, simulated tau and tokens per second."""
@@ -55,11 +57,8 @@ class StepProgressBar(ProgressBar):
         now = time.perf_counter()
         if now - self._bar.last_print_t < self._refresh_seconds and trainer.global_step < trainer.max_steps:
             return
-        shown = {
-            name.split("/")[-1]: f"{float(value):.3f}"
-            for name, value in trainer.progress_bar_metrics.items()
-            if not name.endswith("_epoch")
-        }
+        found = trainer.callback_metrics
+        shown = {name.split("/")[-1]: f"{float(found[name]):.3f}" for name in SHOWN if name in found}
         shown["tok/s"] = f"{self._tokens / (now - self._began):,.0f}"
         self._bar.set_postfix(shown, refresh=False)
 

@@ -22,6 +22,7 @@ from eaglelab.data.batch import Batch
 from eaglelab.data.draft_vocabulary import DraftVocabulary
 from eaglelab.data.needed import NeededRows, needed_rows
 from eaglelab.data.rows import Rows
+from eaglelab.decoding.records import Stopwatch
 from eaglelab.drafters import DrafterConfig, DraftNetwork, SlotDrafter, compile_parts
 from eaglelab.features.source import FeatureSource, OnlineFeatures
 from eaglelab.target import FeatureManifest, FrozenTarget, Tap
@@ -152,7 +153,7 @@ class DraftingModule(L.LightningModule, ABC):
         self.micro_step = 0
         self.skipped_batches = 0
         self.supervised_rows = 0
-        self._target_seconds = 0.0
+        self._target_watches: list[Stopwatch] = []
         self._has_gradient = self._gradient_is_local = False
         self._seconds_before, self._began = 0.0, time.perf_counter()
 
@@ -240,9 +241,14 @@ class DraftingModule(L.LightningModule, ABC):
 
     def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Plan on the host, so that no step waits for the device."""
+        batch = dataclasses.replace(batch, sequences=self.source.plan(batch))
         if not self.trainer.training:
             return batch
         return dataclasses.replace(batch, rows=dataclasses.replace(batch.rows, needed=self.needed(batch.rows)))
+
+    def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
+        """Queue the copies; Lightning's own wait for each tensor of a batch that is none itself."""
+        return batch.to(device, non_blocking=True)
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:
         self.micro_step += 1
@@ -260,9 +266,10 @@ class DraftingModule(L.LightningModule, ABC):
     def _backward_passes(self, batch: Batch) -> None:
         """Gradients of one micro-batch."""
         self._gather()
-        began = time.perf_counter()
+        watch = Stopwatch(self.target.device)
         view = View.of(batch, self.target, self.taps, self.source)
-        self._target_seconds += time.perf_counter() - began
+        watch.mark()
+        self._target_watches.append(watch)
         terms: list[Measure] = []
         measures: dict[str, Measure] = {}
         for number, one in enumerate(self.passes(view), start=1):
@@ -367,22 +374,30 @@ class DraftingModule(L.LightningModule, ABC):
         """Log the optimizer step: means over the rows of its micro-batches and of all processes."""
         means = self.measured.compute()
         self.measured.reset()
-        bar = {name: means.pop(name) for name in ("loss", "accuracy") if name in means}
-        self.log_dict({f"train/{k}": v for k, v in bar.items()}, prog_bar=True, batch_size=1)
+        # none for Lightning's progress bar: it would fetch their values in every step
         self.log_dict({f"train/{k}": v for k, v in means.items()}, batch_size=1)
         schedule = self.lr_schedulers()
         assert isinstance(schedule, torch.optim.lr_scheduler.LRScheduler)
-        self.log_dict(
-            {
-                "train/lr": schedule.get_last_lr()[0],
-                "train/seconds": self.seconds,
-                "train/target_seconds": self._target_seconds,
-                "train/supervised_rows": float(self.supervised_rows),
-                "train/skipped_batches": float(self.skipped_batches),
-            },
-            batch_size=1,
-        )
-        self._target_seconds = 0.0
+        on_host = {
+            "lr": schedule.get_last_lr()[0],
+            "seconds": self.seconds,
+            "target_seconds": self._target_seconds(),
+            "supervised_rows": float(self.supervised_rows),
+            "skipped_batches": float(self.skipped_batches),
+        }
+        # a number that is no tensor would be copied to the device, and the host would wait for that
+        self.log_dict({f"train/{name}": torch.tensor(value) for name, value in on_host.items()}, batch_size=1)
+
+    def _target_seconds(self) -> float:
+        """Time of the target's passes since it was asked for last; those that a device has not ended yet come later."""
+        watches, self._target_watches = self._target_watches, []
+        seconds = 0.0
+        for watch in watches:
+            if watch.passed:
+                seconds += watch.between(0, 1)
+            else:
+                self._target_watches.append(watch)
+        return seconds
 
     # ---- validation -----------------------------------------------------------------------------------------
 
@@ -395,7 +410,7 @@ class DraftingModule(L.LightningModule, ABC):
     def on_validation_epoch_end(self) -> None:
         measured = self.chain.compute()
         self.chain.reset()
-        self.log("val/tau", measured.pop("tau"), prog_bar=True)
+        self.log("val/tau", measured.pop("tau"))
         self.log_dict({f"val/{name}": value for name, value in measured.items()})
 
     # ---- what a checkpoint carries --------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from eaglelab.target import frozen
+from eaglelab.target import sequences
 from eaglelab.target.inputs import positions_of
 from eaglelab.target.masks import MaskRule
 from eaglelab.target.unpacking import _spans, unpack
@@ -33,7 +33,7 @@ def test_features_are_those_of_the_masked_row(family: str) -> None:
     target, segment_BS = target_of(family), packed()
     tokens_BS = torch.randint(VOCAB, segment_BS.shape, generator=torch.Generator().manual_seed(0))
     masked = target.features(tokens_BS, TAPS, segment_BS=segment_BS)
-    with patch.object(frozen, "MASKED_LENGTH", 0), patch.object(MaskRule, "additive", side_effect=AssertionError):
+    with patch.object(sequences, "MASKED_LENGTH", 0), patch.object(MaskRule, "additive", side_effect=AssertionError):
         unpacked = target.features(tokens_BS, TAPS, segment_BS=segment_BS)
     valid_BS = segment_BS >= 0
     for tap in TAPS:
@@ -45,12 +45,13 @@ def test_every_token_is_in_one_group_once() -> None:
     segment_BS = packed()
     groups = unpack(segment_BS, positions_of(segment_BS))
     assert groups is not None
-    seen = torch.cat([group.address_GL[group.real_GL] for group in groups])
+    seen = torch.cat([group.address_GL.flatten()[group.place_T] for group in groups])
     assert sorted(seen.tolist()) == (segment_BS >= 0).flatten().nonzero().flatten().tolist()
     for group in groups:
-        lengths = group.real_GL.sum(1)
-        assert group.real_GL.shape[1] == lengths.max() <= 2 * lengths.min()
-        assert group.real_GL.numel() <= segment_BS.numel()
+        G, L = group.address_GL.shape
+        lengths = torch.bincount(group.place_T // L, minlength=G)
+        assert lengths.max() == L <= 2 * lengths.min()
+        assert group.address_GL.numel() <= segment_BS.numel()
 
 
 def test_groups_are_cut_by_length_and_by_room() -> None:
@@ -82,7 +83,7 @@ UNEVEN = [[[8, 3, 1]], [[12]]]  # three groups of segments on one process, one p
 
 def features_of(target, rank: int) -> torch.Tensor:
     tokens_BS = torch.arange(12)[None] % target.vocab_size
-    with patch.object(frozen, "MASKED_LENGTH", 0):
+    with patch.object(sequences, "MASKED_LENGTH", 0):
         return target.features(tokens_BS, ("final",), segment_BS=packed(UNEVEN[rank], 12))["final"]
 
 
