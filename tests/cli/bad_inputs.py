@@ -147,6 +147,7 @@ TABLE: list[tuple[str, str, str]] = [
     (_TRAIN + "trainer.accelerator=quantum", "accelerator='quantum'", "Available names"),
     # where a training goes and starts from
     (_TRAIN + "checkpoint_steps=true", "checkpoint_steps=true does nothing for eagle", "leave it out"),
+    (_TRAIN + "kernels=fast", "kernels='fast' is not one of auto, torch", "PyTorch's own"),
     (_TRAIN + "ckpt_path=last", "no checkpoint at", "train first"),
     (_TRAIN + "ckpt_path=garbage", "garbage cannot be read as a checkpoint", "use another one"),
     (_TRAIN + "init_from=missing", "no checkpoint at missing", "name a file"),
