@@ -167,12 +167,14 @@ def _disagreement(device: torch.device, dtype: torch.dtype) -> float:
 def _results(
     implementation: Implementation, logit_mSV: Tensor, q_mV: Tensor, weight_mS: Tensor, *top_mK: Tensor
 ) -> tuple[Tensor, ...]:
-    """Loss, its terms and the gradient of a multiple of it."""
-    logit_mSV.requires_grad_()
+    """The loss's terms alone, then loss, terms and the gradient of a multiple of it."""
     top = (top_mK[0], top_mK[1]) if top_mK else None
-    loss, *terms = differentiable(implementation, logit_mSV, q_mV, weight_mS, top, 0.7 if top else 0.0)
+    weights = weight_mS, top, 0.7 if top else 0.0
+    alone = differentiable(implementation, logit_mSV.clone(), q_mV, *weights)
+    logit_mSV.requires_grad_()
+    loss, *terms = differentiable(implementation, logit_mSV, q_mV, *weights)
     (gradient_mSV,) = torch.autograd.grad(loss * 3, logit_mSV)
-    return loss.detach(), *terms, gradient_mSV
+    return *alone, loss.detach(), *terms, gradient_mSV
 
 
 KERNEL = Kernel(

@@ -5,10 +5,12 @@ import warnings
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from eaglelab.kernels import Kernel, kernels
 from eaglelab.objectives import soft_targets
 from eaglelab.objectives.soft_targets import Implementation, as_taken, soft_cross_entropy, terms_by_torch
+from eaglelab.training import job
 
 CPU = torch.device("cpu")
 
@@ -259,3 +261,17 @@ def test_a_probation_leaves_the_random_stream_alone(stand_in):
 
 def test_on_a_cpu_the_loss_is_torch_s_own():
     assert "not written for cpu" in soft_targets.KERNEL.refusal(CPU, torch.float32)
+
+
+@pytest.mark.parametrize(("settings", "used"), [({"kernels": "torch"}, False), ({"kernels": "auto"}, True), ({}, True)])
+def test_a_whole_training_is_held_to_its_choice(settings, used, monkeypatch, tmp_path):
+    one, _ = kernel(0.0)
+    monkeypatch.setattr(job, "_train_once", lambda *given: one.usable(CPU, torch.float32))
+    assert job.train_once(OmegaConf.create(settings), tmp_path) is used
+    assert one.usable(CPU, torch.float32)
+
+
+def test_a_training_with_another_choice_does_not_begin(tmp_path):
+    with pytest.raises(ValueError, match="kernels='fast' is not one of auto, torch"):
+        job.train_once(OmegaConf.create({"kernels": "fast"}), tmp_path / "run")
+    assert not (tmp_path / "run").exists()

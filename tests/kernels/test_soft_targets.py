@@ -12,8 +12,6 @@ from eaglelab.objectives.soft_targets import BY_TORCH, KERNEL, as_taken, load_ke
 from tests.kernels.conftest import Problem, check, needs_triton, run_file
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-COMPUTE_90 = 90
-"""Hopper."""
 
 
 @pytest.mark.parametrize(
@@ -29,41 +27,69 @@ def test_the_kernel_under_the_interpreter():
     run_file("interpreted.py", TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
 
 
-@needs_triton
-@pytest.mark.parametrize("stored", ["fp32", "bf16"])
-@pytest.mark.parametrize("top", [0, 16])
-def test_the_kernel_compiles_for_a_gpu_without_spilling(stored, top, tmp_path, monkeypatch):
-    """Down to machine code, with rows and distributions moved 16 bytes at a time."""
+def machine_code(name, types, constants, folder):
+    """PTX, and registers, stack and local memory of each thread, of a kernel for compute capability 9.0.
+
+    Pointers and the vocabulary are multiples of 16; arguments without a type are pointers to fp32.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from eaglelab.kernels.soft_targets import BLOCK, WARPS, terms_kernel
+    from eaglelab.kernels import soft_targets as kernel_file
 
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("Triton interprets here")
+    kernel = getattr(kernel_file, name)
+    names = list(kernel.arg_names)
+    signature = {name: "constexpr" if name in constants else types.get(name, "*fp32") for name in names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name == "V" or name.endswith("_ptr")}
+    source, target = ASTSource(kernel, signature, constants, aligned), GPUTarget("cuda", 90, 32)
+    asm = triton.compile(source, target=target, options={"num_warps": kernel_file.WARPS}).asm
+    binary, tool = folder / "kernel.cubin", Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    binary.write_bytes(asm["cubin"])
+    if not tool.exists():
+        pytest.skip("compiled; the tool that reads the use of registers is not there")
+    told = subprocess.run([tool, "-res-usage", binary], capture_output=True, text=True, check=True).stdout
+    return asm["ptx"], {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", told)}
+
+
+@needs_triton
+@pytest.mark.parametrize("gradient", [True, False])
+@pytest.mark.parametrize("stored", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("top", [0, 16])
+def test_the_kernel_compiles_for_a_gpu_without_spilling(stored, top, gradient, tmp_path, monkeypatch):
+    """Rows and distributions are moved 16 bytes at a time, and two programs of eight warps fit a multiprocessor.
+
+    In fp16 the assembler puts two numbers aside to fit five of them.
+    """
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     types = {"x_ptr": f"*{stored}", "top_id_ptr": "*i64" if top else "*fp32", "top_weight": "fp32"}
     types |= dict.fromkeys(("S", "V", "K"), "i32")
-    constants = {"GRADIENT": True, "BLOCK": BLOCK, "BLOCK_K": top}
-    names = terms_kernel.arg_names
-    signature = {name: "constexpr" if name in constants else types.get(name, "*fp32") for name in names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name == "V" or name.endswith("_ptr")}
-    source = ASTSource(terms_kernel, signature, constants, aligned)
-    compiled = triton.compile(source, target=GPUTarget("cuda", COMPUTE_90, 32), options={"num_warps": WARPS})
-    assert ".target sm_90" in compiled.asm["ptx"]
-    assert re.search(r"ld\.global[.\w]*\.v4", compiled.asm["ptx"]) and re.search(
-        r"st\.global[.\w]*\.v4", compiled.asm["ptx"]
-    )
+    ptx, used = machine_code("terms_kernel", types, {"GRADIENT": gradient, "BLOCK": 4096, "BLOCK_K": top}, tmp_path)
+    assert re.search(r"ld\.global[.\w]*\.v4", ptx)
+    assert bool(re.search(r"st\.global[.\w]*\.v4", ptx)) == gradient
+    assert used["STACK"] <= (8 if stored == "fp16" else 0) and used["LOCAL"] == 0 and used["REG"] <= 128
 
-    binary, tool = tmp_path / "kernel.cubin", Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    binary.write_bytes(compiled.asm["cubin"])
-    if not tool.exists():
-        pytest.skip("compiled; the tool that reads its use of registers is not there")
-    told = subprocess.run([tool, "-res-usage", binary], capture_output=True, text=True, check=True).stdout
-    used = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", told)}
+
+@needs_triton
+def test_threads_wait_before_they_write_what_others_read_or_wrote(tmp_path, monkeypatch):
+    """Between the reads of the top tokens' logits and the first gradient, and between that and the top tokens'."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    types = {"top_id_ptr": "*i64", "top_weight": "fp32"} | dict.fromkeys(("S", "V", "K"), "i32")
+    ptx, _ = machine_code("terms_kernel", types, {"GRADIENT": True, "BLOCK": 4096, "BLOCK_K": 16}, tmp_path)
+    access = re.findall(r"(?:ld|st)\.global[.\w]*?(?:\.v4)?\.b\d+|bar\.sync", ptx)
+    order = "".join("b" if one.startswith("bar") else one[0].upper() if ".v4" in one else one[0] for one in access)
+    # l, s: one number of a thread is loaded, stored; L, S: four; b: threads wait
+    assert re.fullmatch(r"[lLsb]*L[lsb]*l[ls]*b+L+S+[lsb]*b[lsb]*s", order), order
+
+
+@needs_triton
+@pytest.mark.parametrize("stored", ["fp32", "bf16"])
+def test_the_product_with_a_number_compiles_for_a_gpu(stored, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    _, used = machine_code("multiply_kernel", {"x_ptr": f"*{stored}", "count": "i64"}, {"BLOCK": 4096}, tmp_path)
     assert used["STACK"] == used["LOCAL"] == 0
-    assert used["REG"] <= 128, "two programs of eight warps fit a multiprocessor"
 
 
 @needs_gpu
