@@ -151,9 +151,11 @@ def test_autograd_notices_who_wrote_over_what_it_keeps():
 @pytest.mark.parametrize("factor", [1.0, -2.5, float("nan")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_gradient_times_a_number(count, factor, dtype):
-    x = torch.randn(count, generator=torch.Generator().manual_seed(0)).to(dtype)
+    room = torch.randn(count + 2, generator=torch.Generator().manual_seed(0)).to(dtype)
+    before, x = room.clone(), room[1:-1]
     expected = x * factor
     torch.testing.assert_close(load_kernel().multiply_(x, torch.tensor(factor)), expected, equal_nan=True)
+    assert room[0] == before[0] and room[-1] == before[-1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
