@@ -1,7 +1,8 @@
-"""``eaglelab bench`` and ``eaglelab bench decoding``."""
+"""``eaglelab bench``, ``eaglelab bench decoding`` and ``eaglelab bench kernels``."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from typing import Any
@@ -13,14 +14,13 @@ from eaglelab.cli.errors import command
 
 
 def main() -> None:
-    """Measure training steps, or with ``decoding`` as the first word how a run's drafter decodes."""
-    if sys.argv[1:2] == ["decoding"]:
-        from eaglelab.cli.bench_decoding import main as decoding
-
-        del sys.argv[1]
-        decoding()
-    else:
+    """Measure training steps, or what the first word says: how a run's drafter decodes, or single operations."""
+    measured = {"decoding": "bench_decoding", "kernels": "bench_kernels"}.get(sys.argv[1] if sys.argv[1:] else "")
+    if measured is None:
         training()
+    else:
+        del sys.argv[1]
+        importlib.import_module(f"eaglelab.cli.{measured}").main()
 
 
 @command("bench")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from eaglelab.objectives.chunked import chunk_rows, chunked_sum
-from eaglelab.objectives.soft_targets import soft_cross_entropy
+from eaglelab.objectives.soft_targets import as_taken, soft_cross_entropy
 from eaglelab.ops import largest
 
 Head = Callable[[Tensor], Tensor]
@@ -107,7 +107,7 @@ def distill(
     def loss_of(predicted_md: Tensor, piece: slice) -> Tensor:
         top_mK = None
         with torch.no_grad():
-            q_mV = head(teacher_Md[piece]).float().softmax(-1)
+            q_mV = head(teacher_Md[piece]).softmax(-1, dtype=torch.float32)
             if top_weight:
                 one = Taught.from_distribution(q_mV, top_k) if taught is None else taught.of(piece)
                 found.append(one)
@@ -117,7 +117,7 @@ def distill(
                 best_m = largest(q_mV)[1]
             if label_M is not None:
                 q_mV.zero_().scatter_(-1, label_M[piece, None], 1.0)
-        logit_mV = head(predicted_md).to(q_mV.dtype)
+        logit_mV = as_taken(head(predicted_md), q_mV.dtype)
         with torch.no_grad():
             hits_M[piece] = largest(logit_mV)[1] == best_m
             drafted_mk = logit_mV.topk(min(recall_k, logit_mV.shape[-1]), dim=-1).indices

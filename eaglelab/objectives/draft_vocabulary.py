@@ -16,7 +16,7 @@ from torch import Tensor
 
 from eaglelab.objectives.chunked import chunked_sum
 from eaglelab.objectives.distillation import Head, head_chunk
-from eaglelab.objectives.soft_targets import soft_cross_entropy
+from eaglelab.objectives.soft_targets import as_taken, soft_cross_entropy
 from eaglelab.ops import largest
 
 
@@ -89,9 +89,9 @@ def distill_to_draft_vocabulary(
     def loss_of(state_mSd: Tensor, piece: slice) -> Tensor:
         counted_mS = counted_MS[piece]
         with torch.no_grad():
-            q_mK = (teacher.drafted or teacher.whole)(teacher_Mw[piece]).float().softmax(-1)
+            q_mK = (teacher.drafted or teacher.whole)(teacher_Mw[piece]).softmax(-1, dtype=torch.float32)
             best_m = largest(q_mK)[1]
-        logit_mSK = draft_head(state_mSd).to(q_mK.dtype)
+        logit_mSK = as_taken(draft_head(state_mSd), q_mK.dtype)
         with torch.no_grad():
             hits_S.add_((counted_mS & (largest(logit_mSK)[1] == best_m[:, None])).sum(0))
             drafted_mSk = logit_mSK.topk(min(recall_k, logit_mSK.shape[-1]), dim=-1).indices

@@ -19,6 +19,7 @@ from eaglelab.data.module import PackedDataModule
 from eaglelab.features.data import StoreDataModule
 from eaglelab.features.folders import Streaming
 from eaglelab.features.store import FeatureStore, StoreFeatures
+from eaglelab.kernels import kernels
 from eaglelab.target import FeatureManifest, FrozenTarget, HeadOnlyTarget, ShardedTarget
 from eaglelab.training.callbacks import GracefulStop
 from eaglelab.training.precision import require_budget, require_precision
@@ -57,6 +58,11 @@ def train_once(
         ValueError: data, target or configuration that cannot be trained on, with the way out.
         ManifestMismatch: ``ckpt_path`` belongs to another contract.
     """
+    with kernels(config.get("kernels", "auto")):
+        return _train_once(config, run_dir, on_start)
+
+
+def _train_once(config: DictConfig, run_dir: str | Path, on_start: Callable[[], None] | None) -> TrainingResult:
     folder = RunFolder(run_dir)
     ckpt_path = _resume_from(config, folder)
     require_precision(config.trainer.get("precision", "32-true"), config.target.dtype)

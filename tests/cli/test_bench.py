@@ -70,6 +70,30 @@ def test_steps_of_several_cases_are_compared_in_one_process(tmp_path):
     assert race["shape"]["answer"] == 1
 
 
+def test_bench_kernels_prints_and_saves_every_case_and_says_why_no_kernel_ran(tmp_path):
+    shapes = "{rows: 3, vocab_sizes: [11, 50], draft_vocab_sizes: 7, steps: 2, dtypes: [bf16, float32]}"
+    settings = ["repetitions=2", "out=found.json"]
+    done = run("bench", "kernels", f"soft_cross_entropy={shapes}", *settings, cwd=tmp_path)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert not found["interrupted"]
+    cases = {one["case"]: one for one in found["soft_cross_entropy"]}
+    sizes = {"V 11, 1 step": (11, 1), "V 50, 1 step": (50, 1), "V 7, 2 steps": (7, 2)}
+    assert set(cases) == {f"{dtype}, {size}" for dtype in ("bfloat16", "float32") for size in sizes}
+    for name, one in cases.items():
+        V, S = sizes[name.partition(", ")[2]]
+        each = 2 if name.startswith("bfloat16") else 4
+        assert one["least_bytes"] == 3 * S * V * each * 2 + 3 * V * 4  # logits, gradients, distributions
+        assert list(one["implementations"]) == ["eager"]
+        eager = one["implementations"]["eager"]
+        assert len(eager["seconds"]["values"]) == 2 and eager["over_eager"]["values"] == [1, 1]
+        bytes_per_s = one["least_bytes"] / eager["seconds"]["median"]
+        assert eager["share_of_copy"] == pytest.approx(bytes_per_s / one["copy_bytes_per_s"])
+        assert name in done.stdout
+    assert (
+        "the fused soft cross entropy is not usable here: it is not written for cpu and torch.bfloat16" in done.stdout
+    )
+
+
 @pytest.mark.parametrize(("answer", "supervised"), [(0.5, 16), (1.0, 31), (0.25, 8), (1e-3, 1)])
 def test_the_answer_is_the_last_share_of_a_conversation(answer, supervised):
     """Of 32 tokens; a row counts when the token behind it is in the answer, and the first token has none before it."""
