@@ -124,7 +124,7 @@ def compiled(**options: Any) -> Callable[..., Any]:
 
 
 class _Merged(torch.autograd.Function):
-    """The native part's output and log-sum-exp with the own keys; of what is as large as q it keeps its inputs alone."""
+    """The native part and the own keys in one softmax; of what is as large as q it keeps its inputs alone."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, lse: Tensor, q: Tensor, *own: Tensor) -> Tensor:
@@ -181,7 +181,8 @@ def flex_kernel(heads: int, groups: int, head_dim: int) -> Kernel:
     def disagreement(device: torch.device, dtype: torch.dtype) -> float:
         # a verdict may be asked for in a validation or in a checkpointed step: neither is to notice
         with torch.inference_mode(False), torch.enable_grad(), saved_tensors_hooks(lambda x: x, lambda x: x):
-            return max(flex_disagreement(heads, groups, head_dim, B, device, dtype) for B in (2, 1))
+            shape = heads, groups, head_dim
+            return max(flex_disagreement(*shape, device, dtype, single=single) for single in (False, True))
 
     name = f"FlexAttention of {heads} query and {groups} key heads, {head_dim} wide,"
     return Kernel(name, supports, disagreement, lambda dtype: BOUNDS[dtype])
@@ -194,16 +195,21 @@ def flex_usable(q_BHUD: Tensor, k_BGRD: Tensor) -> bool:
 
 
 def flex_disagreement(
-    heads: int, groups: int, head_dim: int, B: int, device: torch.device, dtype: torch.dtype
+    heads: int, groups: int, head_dim: int, device: torch.device, dtype: torch.dtype, *, single: bool
 ) -> float:
     """Largest difference from blocks of PyTorch's operations in fp32, over output and all gradients, each relative to
     its largest entry: packed rows, a part of which asks, and two draft steps.
 
-    No two sizes are the same, so that the graph compiled here is that of all larger batches.
+    Two sizes that are the same in a graph's first batch must be so in all of its batches; here no two are, so that the
+    graph made now is that of training, too.
+
+    Args:
+        single: one sequence, which has a graph of its own.
     """
-    U, R = 2 * BLOCK + 41, 3 * BLOCK + 29
+    several, Q, K = [size for size in range(2, 8) if size not in (heads, groups, head_dim)][:3]
+    B, U, R = 1 if single else several, Q * BLOCK - 87, K * BLOCK - 99
     g = torch.Generator().manual_seed(0)
-    start_BR = torch.stack([torch.arange(R) // segment * segment for segment in (150, 401)[:B]])
+    start_BR = torch.stack([torch.arange(R) // segment * segment for segment in (150, 401, R, 37, 90)[:B]])
     slot_BU = torch.stack([torch.randperm(R, generator=g)[:U].sort().values for _ in range(B)])
     start_BU, slot_BU = start_BR.gather(1, slot_BU).to(device), slot_BU.to(device)
     shapes = [(heads, U), *[(groups, R)] * 2, *[(groups, U)] * 4]
