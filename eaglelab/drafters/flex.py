@@ -109,7 +109,7 @@ def flex_joint_attention(
 
 def _attend(q_BHUD: Tensor, k_BGRD: Tensor, v_BGRD: Tensor, mask: BlockMask) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of the native part."""
-    function: Callable[..., Any] = compiled() if q_BHUD.device.type == "cuda" else flex_attention
+    function: Any = compiled() if q_BHUD.device.type == "cuda" else flex_attention
     shared = q_BHUD.shape[1] != k_BGRD.shape[1]
     options: dict[str, Any] = {"enable_gqa": shared, "kernel_options": OPTIONS, "return_aux": AuxRequest(lse=True)}
     with torch._dynamo.config.patch(recompile_limit=GRAPHS):
@@ -118,9 +118,9 @@ def _attend(q_BHUD: Tensor, k_BGRD: Tensor, v_BGRD: Tensor, mask: BlockMask) -> 
 
 
 @functools.cache
-def compiled(**options: Any) -> Callable[..., Any]:
-    """``flex_attention`` for lengths of any size: one graph for all batches."""
-    return torch.compile(flex_attention, dynamic=True, fullgraph=True, **options)
+def compiled() -> Callable[..., Any]:
+    """``flex_attention`` for sizes of all batches: as few graphs as can be."""
+    return torch.compile(flex_attention, dynamic=True, fullgraph=True)
 
 
 class _Merged(torch.autograd.Function):
