@@ -36,7 +36,9 @@ class SeenKeys:
         spans: see :class:`~eaglelab.drafters.native.BlockedAttention`.
     """
 
-    def __init__(self, rows: Rows, slot_BU: Tensor | None, spans: tuple[list[int], list[int]] | None) -> None:
+    def __init__(
+        self, rows: Rows, slot_BU: Tensor | None = None, spans: tuple[list[int], list[int]] | None = None
+    ) -> None:
         self._rows = rows
         self._slot_BU = slot_BU
         self._spans = spans
