@@ -139,32 +139,26 @@ class HassModule(EagleModule):
         network, roots, older, taught = self.network, view.of_needed(needed), list[SharedKeys](), list[Taught]()
         assert isinstance(network, FeatureDrafter)
         maps, last = network.key_maps(), len(self.weights) - 1
-        state_BRd = self.noisy(network.fuse(view.taps_BRF), view)
+        state_BRd, seen = self.noisy(network.fuse(view.taps_BRF), view), self._context(view, needed)
         for step in range(last):
             of_keys = view if step == 0 else roots
             keys = network.keys_of_data(_reader(of_keys, state_BRd, step), of_keys.position(step), maps)
             older.append(SharedKeys(keys))
-            context = self._context(view, needed, older)
+            context = _over(seen, older)
             state_BUd = state_BRd if step else pick(state_BRd, needed.slot_BU)
             x_BUd = network.enter(_reader(roots, state_BUd, step))
             predicted_BUd = network.ask(x_BUd, roots.position(step), context.attend)
             state_BRd = predicted_BUd.detach()
             yield self._loss(predicted_BUd, view, needed, step, taught)
         del maps, keys, state_BUd, x_BUd, predicted_BUd  # the last pass holds most
-        context = self._context(view, needed, older, last=True)
+        context = _over(seen, older, last=True)
         x_BUd = network.enter(_reader(roots, state_BRd, last))
         yield self._loss(network.behind(x_BUd, roots.position(last), context.own), view, needed, last, taught)
 
-    def _context(
-        self, view: View, needed: NeededRows, older: Sequence[SharedKeys] = (), *, last: bool = False
-    ) -> RolloutContext:
+    def _context(self, view: View, needed: NeededRows) -> RolloutContext:
         if self.contract.alignment == "shipped":
-            context: RolloutContext = ShippedContext(view.rows, view.tokens_BS.shape[1])
-        else:
-            context = RolloutContext(view.rows, needed.slot_BU, needed.spans)
-        for step, keys in enumerate(older):
-            (context.add_own if step else context.add_native)(*keys.read(last=last))
-        return context
+            return ShippedContext(view.rows, view.tokens_BS.shape[1])
+        return RolloutContext(view.rows, needed.slot_BU, needed.spans)
 
     def _loss(self, predicted_BUd: Tensor, view: View, needed: NeededRows, step: int, taught: list[Taught]) -> Pass:
         """The terms of a pass. Passes land on the same rows: what the first one looked up there serves all."""
@@ -184,3 +178,11 @@ class HassModule(EagleModule):
 def _reader(view: View, state_BRd: Tensor, step: int) -> Read:
     """What ``fc`` reads at a step; kept as the state alone."""
     return lambda: torch.cat((view.embedding(step), state_BRd), dim=-1)
+
+
+def _over(context: RolloutContext, older: Sequence[SharedKeys], *, last: bool = False) -> RolloutContext:
+    """The context with keys for one pass."""
+    context = context.branch()
+    for step, keys in enumerate(older):
+        (context.add_own if step else context.add_native)(*keys.read(last=last))
+    return context

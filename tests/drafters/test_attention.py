@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from eaglelab.data.rows import compile_rows, first_seen
 from eaglelab.drafters import attention, native
-from eaglelab.drafters.attention import RolloutContext, dense_joint_attention, joint_attention
+from eaglelab.drafters.attention import RolloutContext
+from eaglelab.drafters.joint import dense_joint_attention, joint_attention
 from eaglelab.drafters.native import BlockedAttention, FlashAttention, WrittenOutAttention
 from tests.oracles.layout import packed
 from tests.oracles.visibility import dense_rollout_attention, nodes

@@ -10,7 +10,7 @@ import torch
 
 from eaglelab.data.batch import Batch
 from eaglelab.data.rows import compile_rows
-from eaglelab.drafters import RolloutContext
+from eaglelab.drafters.attention import SeenKeys
 from eaglelab.target.shape import TargetShape
 from eaglelab.training.activations import Numerics, again, kept
 from eaglelab.training.cost import Shape, _measure_peak, in_fresh_process, return_freed_blocks
@@ -112,8 +112,8 @@ def test_kept_bytes_are_those_that_autograd_saves(variant: str, settings: dict[s
     rollout = rollouts(module.contract)[-1]
     numerics = Numerics(activation=2 if mixed else 4, target=4)
     ours = kept(module.drafter_config, rollout, load_of(batch, shape), numerics)
-    context = RolloutContext(batch.rows, module.needed(batch.rows).slot_BU)
-    mask = context._mask(torch.bfloat16 if mixed else torch.float32) if context._masked else None
+    seen = SeenKeys(batch.rows, module.needed(batch.rows).slot_BU)
+    mask = seen.bias(torch.bfloat16 if mixed else torch.float32) if seen.masked else None
     assert ours.pop("mask") == (0 if mask is None else mask.nbytes)
     assert ours.total() == pytest.approx(saved_bytes(module, batch, mixed), rel=0.02)
 
