@@ -41,7 +41,7 @@ def block_mask(start_BU: Tensor, last_BU: Tensor, sequences: int, keys: int) -> 
 
     Runs ascend, so that the rows which see anything of a block of keys are neighbours, and so are those that see all
     of it: two searches per block of keys, linear in rows and keys. The kernel wants its lists as one integer per pair
-    of blocks: 4 MiB for 32,768 rows, with those of the backward.
+    of blocks: 1 MiB per sequence of 32,768 rows, with those of the backward.
 
     Args:
         start_BU, last_BU: int64 [B or 1, U], first and last key of each row; neither falls along U.
