@@ -32,6 +32,7 @@ def main(config: DictConfig) -> float | None:
         batch=config.batch,
         check_generate=config.check_generate,
         compile=config.compile,
+        graphs=config.graphs,
     )
     source, prompts = prompts_of(config)
     target = folder.load_target(source=config.target.source, dtype=config.dtype, device=config.device)

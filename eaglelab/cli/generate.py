@@ -68,12 +68,12 @@ def _engine(config: DictConfig) -> Engine:
 
     if config.run is None:
         target = FrozenTarget.load(config.target.source, dtype=config.dtype, device=config.device)
-        return Engine(target, compile=config.compile)
+        return Engine(target, compile=config.compile, graphs=config.graphs)
     folder = RunFolder.existing(config.run)
     tree = make_tree(**config.tree)
     target = folder.load_target(source=config.target.source, dtype=config.dtype, device=config.device)
     drafter = folder.load_drafter(target, config.checkpoint) if tree is not None else None
-    return Engine(target, drafter, tree, compile=config.compile)
+    return Engine(target, drafter, tree, compile=config.compile, graphs=config.graphs)
 
 
 def _stream(engine: Engine, prompt: str, config: DictConfig, sampling: Sampling, color: bool) -> None:

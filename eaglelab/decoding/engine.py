@@ -17,7 +17,7 @@ from eaglelab.decoding import sampling as law
 from eaglelab.decoding.admission import StopIds, check_memory, requests_for, similar
 from eaglelab.decoding.nodes import NodeRecord, node_records
 from eaglelab.decoding.prefill import prefill
-from eaglelab.decoding.protocol import Drafter, DraftSeed, TreePolicy, last_rows
+from eaglelab.decoding.protocol import Drafter, DraftSeed, DraftState, TreePolicy, last_rows
 from eaglelab.decoding.records import GenerationResult, RoundRecord, Stopwatch
 from eaglelab.decoding.residual import accept_sampled
 from eaglelab.decoding.sampling import Sampling
@@ -25,11 +25,13 @@ from eaglelab.decoding.state import DecodeState, Request
 from eaglelab.decoding.transaction import Transaction
 from eaglelab.decoding.tree import FlatTree, Tree, root_only
 from eaglelab.decoding.verify import Decision, HostDecision, follow
+from eaglelab.kernels.recording import Recordings
 from eaglelab.ops import on_device
 from eaglelab.target.experts import ExpertWatch
 
 if TYPE_CHECKING:
     from eaglelab.target.frozen import FrozenTarget
+    from eaglelab.target.kv import KVSlots
 
 COMPILED_SLOTS = 256
 """Compiled rounds have a multiple of this as their capacity."""
@@ -52,9 +54,11 @@ class Engine:
         compile: run verification and draft steps through `torch.compile`. Their shapes are fixed then: attention reads
             all slots up to the capacity, and a pass is compiled at its first use, which takes a minute or more. Rounds
             of another size (a batch that is not full, a tree cut by its floor) run as ever.
+        graphs: record drafting and verification as CUDA graphs at their first use and replay them, with shapes as for
+            ``compile``. Trees whose nodes are drawn at random or cut by a floor are drafted as ever.
 
     Raises:
-        ValueError: a drafter without a tree or the other way round.
+        ValueError: a drafter without a tree or the other way round; ``graphs`` without CUDA, or beside ``compile``.
     """
 
     def __init__(
@@ -67,11 +71,16 @@ class Engine:
         max_kv_bytes: int | None = None,
         record_nodes: bool = False,
         compile: bool = False,
+        graphs: bool = False,
     ) -> None:
         if (drafter is None) != (tree is None):
             raise ValueError(
                 "a drafter needs a tree and a tree needs a drafter: pass both, or neither to decode plainly"
             )
+        if graphs and compile:
+            raise ValueError("compile=true and graphs=true both fix how a round runs; choose one")
+        if graphs and target.device.type != "cuda":
+            raise ValueError(f"graphs=true records CUDA graphs, and the target is on {target.device}; use device=cuda")
         self.target = target
         self.drafter = drafter
         self.tree = tree
@@ -79,6 +88,8 @@ class Engine:
         self.max_kv_bytes = max_kv_bytes
         self.record_nodes = record_nodes
         self.compile = compile
+        self.recordings = Recordings() if graphs else None
+        self._spare: tuple[KVSlots, DraftState | None] | None = None
         self.taps = () if drafter is None else tuple(drafter.taps)
         self._experts = ExpertWatch(target) if record_nodes and ExpertWatch.supported(target) else None
         self._rounds = 0
@@ -105,7 +116,9 @@ class Engine:
                     taps=self.taps if any(request.drafting for request in state.requests) else (),
                     count_B=None if flat is drafted else [flat.rows if one else 1 for one in drafting],
                     planned=watch.mark,
-                    compiled=self._fits_compiled(state, flat, drafting),
+                    compiled=self.compile and self._is_full(state, flat, drafting),
+                    recordings=self._recordings_for(state, flat, drafting),
+                    length_B=state.length_B1[:, 0],
                 )
             decision = self._decide(state, verified.logits_BNV, flat, drafted, drafting, generators)
             host = decision.to_host()  # the round's one host sync
@@ -138,10 +151,18 @@ class Engine:
             )
         ]
 
-    def _fits_compiled(self, state: DecodeState, flat: FlatTree, drafting: list[bool]) -> bool:
-        """Whether the round has the one shape that is compiled: a full batch, and a full tree or none at all."""
+    @property
+    def _fixes_shapes(self) -> bool:
+        return self.compile or self.recordings is not None
+
+    def _is_full(self, state: DecodeState, flat: FlatTree, drafting: list[bool]) -> bool:
+        """Whether the round has the one shape that is compiled or recorded: a full batch, and a full tree or none."""
         rows = 1 if self.tree is None else 1 + self.tree.max_nodes
-        return self.compile and state.batch == state.cache.room and flat.rows == rows and len(set(drafting)) == 1
+        return state.batch == state.cache.room and flat.rows == rows and len(set(drafting)) == 1
+
+    def _recordings_for(self, state: DecodeState, flat: FlatTree, drafting: list[bool]) -> Recordings | None:
+        """Those of the verification, where it can be recorded; the watch on a target's experts runs in Python."""
+        return self.recordings if self._experts is None and self._is_full(state, flat, drafting) else None
 
     def _nodes(self, flat: FlatTree, drafting: list[bool], host: HostDecision) -> Sequence[NodeRecord | None]:
         if not self.record_nodes:
@@ -200,7 +221,25 @@ class Engine:
                 noise=lambda shape: law.noise(generators, shape),
                 warp=lambda log_p_BWV: law.warp_drafts(log_p_BWV, settings),
             )
+        full = all(drafting) and state.batch == state.cache.room
+        quiet = not self.tree.samples and not getattr(
+            self.tree, "floor", 0.0
+        )  # nothing is drawn, the host asks nothing
+        if self.recordings is not None and full and quiet and hasattr(state.draft, "fixed_at"):
+            return self._recorded_tree(self.recordings, state.draft, seed, state.length_B1), generators
         return self.tree.draft(self.drafter, state.draft, seed), generators
+
+    def _recorded_tree(self, recordings: Recordings, slots: DraftState, seed: DraftSeed, length_B1: Tensor) -> Tree:
+        """A tree whose tensors the next round's are written over."""
+        policy, drafter = self.tree, self.drafter
+        assert policy is not None and drafter is not None
+
+        def tree(hidden_B1d: Tensor, position_B1: Tensor, length_B1: Tensor) -> Tree:
+            with slots.fixed_at(length_B1):
+                return policy.draft(drafter, slots, DraftSeed(hidden_B1d, position_B1))
+
+        found: Tree = recordings.call((id(slots), id(policy)), tree, seed.hidden_B1d, seed.position_B1, length_B1)
+        return found
 
     def _decide(
         self,
@@ -266,7 +305,7 @@ class Engine:
     def _capacity(self, requests: Sequence[Request]) -> int:
         nodes = 0 if self.tree is None else self.tree.max_nodes
         needed = max(request.max_tokens for request in requests) + nodes
-        if self.compile:  # one shape for prompts of many lengths
+        if self._fixes_shapes:  # one shape for prompts of many lengths
             needed = -(-needed // COMPILED_SLOTS) * COMPILED_SLOTS
         return self.capacity or needed
 
@@ -283,12 +322,20 @@ class Engine:
 
     def _prefilled(self, requests: list[Request], capacity: int, room: int | None) -> DecodeState:
         began = time.perf_counter()
-        whole = self.compile and room is not None
-        state = prefill(self.target, self.drafter, self.tree, requests, capacity, room, whole)
+        whole = self._fixes_shapes and room is not None
+        spare = self._take_spare(capacity, room) if whole else None
+        state = prefill(self.target, self.drafter, self.tree, requests, capacity, room, whole, spare)
+        if whole and self.compile and state.draft is not None and hasattr(state.draft, "compiled"):
+            state.draft.compiled = True
         self._drafting(state)
         for request in requests:
             request.prefill_s = (time.perf_counter() - began) / len(requests)
         return state
+
+    def _take_spare(self, capacity: int, room: int | None) -> tuple[KVSlots, DraftState | None] | None:
+        """The slots of a finished batch where they fit: recordings are of their buffers."""
+        spare, self._spare = self._spare, None
+        return spare if spare is not None and (spare[0].capacity, spare[0].room) == (capacity, room) else None
 
     def rounds(self, state: DecodeState) -> Iterator[list[RoundRecord]]:
         """Run rounds until every request has stopped; stopped ones leave the batch in between."""
@@ -358,6 +405,8 @@ class Engine:
             for request in state.retire(self.drafter):
                 finish(request)
             if not any(state.running):
+                if self.recordings is not None:
+                    self._spare = state.cache, state.draft
                 state = None
             if state is None or (waiting and state.batch < room):
                 continue

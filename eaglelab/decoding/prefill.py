@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from eaglelab.decoding import sampling as law
-from eaglelab.decoding.protocol import Drafter, TreePolicy
+from eaglelab.decoding.protocol import Drafter, DraftState, TreePolicy
 from eaglelab.decoding.state import DecodeState, DraftRows, Request, stack_features
 from eaglelab.decoding.tree import root_only
 from eaglelab.decoding.verify import check_chosen
@@ -18,6 +18,7 @@ from eaglelab.ops import on_device
 
 if TYPE_CHECKING:
     from eaglelab.target.frozen import FrozenTarget
+    from eaglelab.target.kv import KVSlots
 
 
 @torch.inference_mode()
@@ -29,13 +30,15 @@ def prefill(
     capacity: int,
     room: int | None,
     whole: bool = False,
+    spare: tuple[KVSlots, DraftState | None] | None = None,
 ) -> DecodeState:
     """Forward the prompts, publish each one's first token and leave their draft rows pending.
 
     Args:
         capacity: target rows per sequence that the state may ever hold.
         room: sequences that the state has slots for; None: slots for just these prompts, to be joined to a state.
-        whole: as in `KVSlots`, for rounds that are compiled; draft steps are too, where the drafter can.
+        whole: as in `KVSlots`, for rounds that are compiled or recorded.
+        spare: slots of that capacity and room to use again.
     """
     B, device = len(requests), target.device
     counts = [request.prompt_length for request in requests]
@@ -44,7 +47,11 @@ def prefill(
     position_BN = torch.arange(N, device=device).expand(B, N)
     last_B1 = on_device(counts, device)[:, None] - 1
     settings_of_slots = {"whole": True} if whole else {}
-    cache = target.new_cache(B, N if room is None else capacity, room=room, **settings_of_slots)
+    if spare is None:
+        cache = target.new_cache(B, N if room is None else capacity, room=room, **settings_of_slots)
+    else:
+        cache = spare[0]
+        cache.reset(B)
     taps = () if drafter is None else tuple(drafter.taps)
     ragged = None if min(counts) == N else counts
     output = target.forward_rows(tokens_BN, position_BN, cache, taps=taps, count_B=ragged, logits="last")
@@ -61,9 +68,11 @@ def prefill(
         request.publish(request.admit([token]))
     if drafter is not None and tree is not None:
         rows = N if room is None else capacity + tree.max_step_rows
-        state.draft = drafter.new_state(B, rows, room)
-        if whole and hasattr(state.draft, "compiled"):
-            state.draft.compiled = True
+        if spare is not None and spare[1] is not None:
+            state.draft = spare[1]
+            state.draft.reset(B)
+        else:
+            state.draft = drafter.new_state(B, rows, room)
         advanced_BN = tokens_BN.roll(-1, dims=1).scatter(1, last_B1, root_B1)
         features_BNF = stack_features(output.features, taps)
         state.pending = DraftRows(features_BNF, advanced_BN, position_BN, counts, [0] * B)

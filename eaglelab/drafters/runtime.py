@@ -9,7 +9,8 @@ heads, D head width, d hidden width, T taps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 
 import torch
@@ -31,6 +32,7 @@ class DraftState:
         lengths: committed rows per sequence.
         provisional: tree rows written behind them, the same count in every sequence.
         compiled: run draft steps of a full batch through `torch.compile`, once per number of nodes.
+        fixed: draft steps read all slots and learn lengths from the device alone, so that they can be recorded.
     """
 
     def __init__(self, config: DrafterConfig, batch: int, capacity: int, like: Tensor, room: int | None = None) -> None:
@@ -39,7 +41,7 @@ class DraftState:
         self._keys_BGCD, self._values_BGCD = like.new_zeros(shape), like.new_zeros(shape)
         self.capacity = capacity
         self.provisional = 0
-        self.compiled = False
+        self.compiled = self.fixed = False
         self.lengths = [0] * batch
 
     @property
@@ -51,6 +53,21 @@ class DraftState:
         self._lengths = lengths
         self.uniform = len(set(lengths)) == 1
         self._length_B1 = None if self.uniform else on_device(lengths, self._keys_BGCD.device)[:, None]
+
+    @contextmanager
+    def fixed_at(self, length_B1: Tensor) -> Iterator[None]:
+        """`fixed` within it, with committed lengths int64 [B, 1] of the device's own, for all provisional rows."""
+        before = self._length_B1, self.uniform
+        self._length_B1, self.uniform, self.fixed, self.provisional = length_B1, False, True, 0
+        try:
+            yield
+        finally:
+            (self._length_B1, self.uniform), self.fixed = before, False
+
+    def reset(self, batch: int) -> None:
+        """Forget everything, keep the buffers; ``batch`` sequences come next."""
+        assert batch <= self.room
+        self.provisional, self.lengths = 0, [0] * batch
 
     @property
     def row_bytes(self) -> int:
@@ -237,11 +254,12 @@ class SlotDrafter:
         """
         W = tokens_BW.shape[1]
         assert ancestor_BWP is not None or W == 1
-        if state.compiled and len(state.lengths) == state.room:
+        if state.fixed or (state.compiled and len(state.lengths) == state.room):
             mask_B1WC = state.tree_mask(ancestor_BWP, W, state.capacity)
             slots_BW = state.next_slots(W)
             rows = (regular(rows) for rows in (hidden_BWd, tokens_BW, position_BW, slots_BW, mask_B1WC))
-            hidden_BWd = self._compiled_step(*rows, *state.whole)
+            step: Callable[..., Tensor] = self._static_step if state.fixed else self._compiled_step
+            hidden_BWd = step(*rows, *state.whole)
             state.provisional += W
             return hidden_BWd
         mask = None

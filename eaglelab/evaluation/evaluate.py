@@ -39,6 +39,7 @@ class Settings:
     sampling: how tokens are chosen; prompt i has its seed + i, with the drafter and without.
     batch: prompts that are decoded together.
     compile: run rounds through `torch.compile`, with the drafter and without; see `Engine`.
+    graphs: replay rounds as CUDA graphs, with the drafter and without.
     """
 
     max_new_tokens: int = 128
@@ -49,6 +50,7 @@ class Settings:
     sampling: Sampling = field(default_factory=Sampling)
     batch: int = 1
     compile: bool = False
+    graphs: bool = False
     progress: bool = True
 
     def __post_init__(self) -> None:
@@ -125,7 +127,12 @@ def evaluate(
     encode = encode or chat_encoder(target)
     decode = decode or chat_decoder(target)
     engine = Engine(
-        target, drafter if tree else None, tree, record_nodes=on_record is not None, compile=settings.compile
+        target,
+        drafter if tree else None,
+        tree,
+        record_nodes=on_record is not None,
+        compile=settings.compile,
+        graphs=settings.graphs,
     )
     run = _Run(target, engine, settings, encode, decode)
     result = EvaluationResult([], _describe(target, drafter, tree, settings), _versions(), 0)
@@ -189,7 +196,7 @@ class _Run:
                 yield record
 
     def _measure(self, chats: list[Chat], ids: list[list[int]], flip: bool) -> list[tuple[TurnRecord, list[int]]]:
-        engines = [self.engine, Engine(self.target, compile=self.settings.compile)]
+        engines = [self.engine, Engine(self.target, compile=self.settings.compile, graphs=self.settings.graphs)]
         stop_ids = frozenset[int]() if self.settings.ignore_eos else self.target.eos_token_ids
         base = self.settings.sampling
         results = {}

@@ -1,4 +1,4 @@
-"""Faster implementations of single operations, each beside the PyTorch one that it must agree with."""
+"""Faster ways to run the same operations: kernels beside PyTorch's own, and recorded calls."""
 
 from eaglelab.kernels.selection import KERNEL_CHOICES, Kernel, KernelChoice, kernels
 

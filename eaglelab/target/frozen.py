@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from eaglelab import assets
+from eaglelab.kernels.recording import Recordings
 from eaglelab.ops import no_grad, on_device
 from eaglelab.target import inputs, loading, probe
 from eaglelab.target.decoder import find_wiring, use_exact_attention
@@ -348,6 +349,8 @@ class FrozenTarget(nn.Module):
         logits: Literal["all", "last"] = "all",
         planned: Callable[[], None] | None = None,
         compiled: bool = False,
+        recordings: Recordings | None = None,
+        length_B: Tensor | None = None,
     ) -> RowsOutput:
         """Append N provisional rows to each sequence and return their logits and features.
 
@@ -366,6 +369,9 @@ class FrozenTarget(nn.Module):
                 ([B, 1, V]), for prompts.
             planned: called when slots and masks are ready, just before the decoder runs.
             compiled: run the decoder through `torch.compile`, once per shape; the cache must be ``whole``.
+            recordings: replay masks, decoder and head, recorded once per shape; the cache must be ``whole``, and what
+                is returned is written over by the next such call.
+            length_B: int64, ``cache.lengths`` on the device; for recordings.
 
         Raises:
             ValueError: shapes, ids or positions outside what the target has, or a full cache.
@@ -375,7 +381,9 @@ class FrozenTarget(nn.Module):
         if count_B is None and tokens_BN.device.type == "cpu":  # ragged rows hold padding
             inputs.check_tokens(tokens_BN, None, self.embedding_size, "forward_rows")
         longest = max(cache.lengths)
-        plan = cache.begin(N, count_B, self.device)
+        plan = cache.begin(N, count_B, self.device, length_B if recordings is not None else None)
+        if recordings is not None:
+            return self._recorded_rows(recordings, tokens_BN, position_BN, ancestor_BNN, cache, taps, planned)
         try:
             if position_BN is None:
                 position_BN = plan.chain_positions()
@@ -404,6 +412,39 @@ class FrozenTarget(nn.Module):
         return RowsOutput(self.lm_head(final_BNd), features)
 
     # --- internals ----------------------------------------------------------------------------
+
+    def _recorded_rows(
+        self,
+        recordings: Recordings,
+        tokens_BN: Tensor,
+        position_BN: Tensor | None,
+        ancestor_BNN: Tensor | None,
+        cache: KVSlots,
+        taps: Sequence[Tap],
+        planned: Callable[[], None] | None,
+    ) -> RowsOutput:
+        plan, N = cache.plan, tokens_BN.shape[1]
+        if planned is not None:
+            planned()
+
+        def rows(
+            tokens_BN: Tensor, position_BN: Tensor, length_B: Tensor, ancestor_BNN: Tensor | None
+        ) -> tuple[Tensor, dict[Tap, Tensor]]:
+            cache.discard()
+            mask = self._mask(cache.begin(N, None, self.device, length_B), ancestor_BNN, position_BN)
+            with self._wiring.tapping(taps) as tapped:
+                final_BNd = self._wiring.run(tokens_BN, position_BN, mask, cache)
+            return self.lm_head(final_BNd), {tap: final_BNd if tap == FINAL else tapped[tap] for tap in taps}
+
+        try:
+            position_BN = plan.chain_positions() if position_BN is None else position_BN
+            inputs_of = tokens_BN, position_BN, plan.lengths_B, ancestor_BNN
+            found = recordings.call((id(cache), cache.batch, tuple(taps)), rows, *inputs_of)
+            cache.plan = plan
+        except BaseException:
+            cache.discard()
+            raise
+        return RowsOutput(*found)
 
     def _mask(self, plan: SlotPlan, ancestor_BNN: Tensor | None, position_BN: Tensor) -> Tensor | dict[str, Tensor]:
         if not self._masks.by_position and plan.start is not None:

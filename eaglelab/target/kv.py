@@ -162,6 +162,16 @@ class KVSlots(Cache):
         self._plan: SlotPlan | None = None
         self._views: list[_PoolViews] = []  # of the plan, where one slice serves every sequence
 
+    @property
+    def plan(self) -> SlotPlan:
+        """Of the provisional rows."""
+        assert self._plan is not None, "begin() first"
+        return self._plan
+
+    @plan.setter
+    def plan(self, plan: SlotPlan) -> None:
+        self._plan = plan
+
     def __repr__(self) -> str:
         return f"KVSlots(batch={self.batch}, capacity={self.capacity}, lengths={self.lengths})"
 
@@ -186,8 +196,18 @@ class KVSlots(Cache):
 
     # --- one forward pass -------------------------------------------------------------------
 
-    def begin(self, rows: int, counts: Sequence[int] | None, device: torch.device | str) -> SlotPlan:
+    def begin(
+        self,
+        rows: int,
+        counts: Sequence[int] | None,
+        device: torch.device | str,
+        lengths_B: Tensor | None = None,
+    ) -> SlotPlan:
         """Plan the slots of the next forward pass: ``counts[b]`` real rows out of ``rows``.
+
+        Args:
+            lengths_B: the committed lengths where the device has them: a plan for ``whole`` slots and full rows, in
+                which no number of the host's depends on them.
 
         Raises:
             ValueError: a sequence would grow past the capacity.
@@ -209,9 +229,13 @@ class KVSlots(Cache):
             start = self.lengths[0]
             self._plan = SlotPlan(rows, counts, start + rows, start, device)
             return self._plan
-        lengths_B = self.lengths_B(device)
         offset_1N = torch.arange(rows, device=device)[None]
-        real_BN = offset_1N < on_device(counts, device)[:, None]
+        if lengths_B is not None:
+            assert self.whole and min(counts) == rows
+            real_BN = torch.ones(self.batch, rows, dtype=torch.bool, device=device)
+        else:
+            lengths_B = self.lengths_B(device)
+            real_BN = offset_1N < on_device(counts, device)[:, None]
         slots_BN = torch.where(real_BN, lengths_B[:, None] + offset_1N, self.capacity)
         visible = self.capacity if self.whole else max(1, *ends)
         self._plan = SlotPlan(rows, counts, visible, None, device, lengths_B, slots_BN, real_BN)
@@ -269,8 +293,10 @@ class KVSlots(Cache):
         """Forget the provisional rows; committed slots stay."""
         self._plan = None
 
-    def reset(self) -> None:
-        """Forget everything, keep the buffers."""
+    def reset(self, batch: int | None = None) -> None:
+        """Forget everything, keep the buffers; ``batch`` sequences come next."""
+        self.batch = self.batch if batch is None else batch
+        assert self.batch <= self.room
         self.lengths = [0] * self.batch
         self._plan = None
 

@@ -1,7 +1,7 @@
 """A drafter's step makes the host wait for the device nowhere: neither forward, backward, optimizer nor what is logged.
 
-The target's own pass is left out: its layout is asked once, and the library asks for packed positions.
-On a CPU nothing waits, but the operations that would are the same ones.
+The target's own pass is left out: on a CPU the library asks for packed positions. On a CPU nothing waits, but the
+operations that would are the same ones. What only another device shows is in ``tests/devices``.
 """
 
 from collections import Counter
@@ -78,7 +78,7 @@ def test_no_step_waits_for_the_device(variant, settings, layout, monkeypatch):
     counts = torch.arange(target.vocab_size, 0, -1)
     optim = OptimConfig(lr=1e-3, clip_norm=0.5)
     module = VARIANTS[variant](target, optim, answer_counts=lambda: counts, **settings)
-    watch, features = Watch(), target.features
+    watch, features = Watch(), target.features_of
 
     def unwatched(*args, **kwargs):
         before = Counter(watch.waits.found)
@@ -86,7 +86,7 @@ def test_no_step_waits_for_the_device(variant, settings, layout, monkeypatch):
         watch.waits.found = before
         return streams
 
-    monkeypatch.setattr(module.source.target, "features", unwatched)
+    monkeypatch.setattr(module.source.target, "features_of", unwatched)
     batches = [make_batch(layout, answer_from=12, seed=seed) for seed in range(3)]
     trainer(3, callbacks=[watch]).fit(module, loader(batches))
     assert module.micro_step == 3

@@ -1,0 +1,120 @@
+"""Recorded rounds decide what launched ones do.
+
+There is no CUDA on a test machine. What makes recordings wrong is mostly no matter of CUDA: a length or a mask that
+Python computed at the first call and that stays in the recording. The recorder here repeats tensor operations alone, so
+it is wrong in the same cases.
+"""
+
+import pytest
+import torch
+
+from eaglelab.decoding import Chain, DynamicTree, Engine, Sampling, StaticTree
+from eaglelab.kernels.recording import Recordings
+from eaglelab.target import FrozenTarget
+from tests.decoding.test_exactness import network_drafter
+from tests.oracles.scripted import tiny_llama
+from tests.oracles.traced import traced
+
+PROMPTS = [[7, 3, 5], [9, 4], [1, 2, 3, 4, 5, 6]]
+TREES = {"none": None, "chain": Chain(3), "static": StaticTree(), "dynamic": DynamicTree(3, 3, 7)}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return FrozenTarget(tiny_llama(23, layers=3))
+
+
+def engines(target, tree, kind):
+    """Launched and recorded."""
+    for recorded in (False, True):
+        drafter = None if TREES[tree] is None else network_drafter(target, kind)
+        engine = Engine(target, drafter, TREES[tree])
+        if recorded:
+            engine.recordings = Recordings(traced)
+        yield engine
+
+
+def check(launched, recorded, batch, sampling=None, prompts=PROMPTS):
+    settings = {"max_new_tokens": 14, "stop_ids": set(), "batch": batch, "sampling": sampling}
+    expected, found = (engine.generate(prompts, **settings) for engine in (launched, recorded))
+    assert [one.tokens for one in found] == [one.tokens for one in expected]
+    assert [one.accepted for one in found] == [one.accepted for one in expected]
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(
+    ("tree", "kind"),
+    [("none", "feature"), ("chain", "feature"), ("static", "feature"), ("dynamic", "feature"), ("dynamic", "fused")],
+)
+def test_recorded_rounds_decide_the_same(target, tree, kind, batch):
+    """Acceptance too: text alone would be right with any trees."""
+    launched, recorded = engines(target, tree, kind)
+    check(launched, recorded, batch)
+    assert len(recorded.recordings) == (1 if tree == "none" else 2)  # verification, and the tree
+
+
+def test_so_do_sampled_ones(target):
+    launched, recorded = engines(target, "dynamic", "feature")
+    check(launched, recorded, 3, Sampling(temperature=0.8, seed=4))
+    assert len(recorded.recordings) == 2
+
+
+def test_a_recording_serves_the_prompts_that_come_later(target):
+    """Its buffers are kept when a batch has ended; nothing of the prompts before is left in them."""
+    launched, recorded = engines(target, "dynamic", "feature")
+    check(launched, recorded, 1)
+    before = len(recorded.recordings)
+    check(launched, recorded, 1, prompts=[[2, 2, 8], [11]])
+    assert len(recorded.recordings) == before == 2
+
+
+def test_what_cannot_be_recorded_runs_launch_by_launch(target):
+    def refuse(function):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    launched, recorded = engines(target, "dynamic", "feature")
+    recorded.recordings = Recordings(refuse)
+    with pytest.warns(UserWarning, match="launch by launch: RuntimeError: operation not permitted"):
+        check(launched, recorded, 1)
+
+
+@pytest.mark.parametrize("tree", [DynamicTree(3, 3, 7, floor=0.2)], ids=["floor"])
+def test_trees_that_ask_the_host_are_not_recorded(target, tree):
+    engine = Engine(target, network_drafter(target, "feature"), tree)
+    engine.recordings = Recordings(traced)
+    check(Engine(target, network_drafter(target, "feature"), tree), engine, 1)
+    assert len(engine.recordings) <= 1  # verification, where no node was cut
+
+
+def test_without_cuda_graphs_are_refused(target):
+    with pytest.raises(ValueError, match="the target is on cpu; use device=cuda"):
+        Engine(target, graphs=True)
+    with pytest.raises(ValueError, match="choose one"):
+        Engine(target, graphs=True, compile=True)
+
+
+def test_recordings_are_by_key_and_shape_and_the_oldest_goes():
+    calls = []
+
+    def twice(x):
+        calls.append(tuple(x.shape))
+        return x * 2
+
+    recordings = Recordings(traced, most=2)
+    for length, value in ((3, 1.0), (3, 2.0), (4, 3.0), (3, 4.0), (5, 5.0), (4, 6.0)):
+        x = torch.full((length,), value)
+        assert torch.equal(recordings.call("a", twice, x), 2 * x)
+    assert calls == [(3,), (3,), (4,), (4,), (5,), (5,), (4,), (4,)]  # each recording runs it twice; 4 came again
+    assert len(recordings) == 2
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("tree", ["none", "chain", "static", "dynamic"])
+def test_on_a_gpu(tree):
+    target = FrozenTarget(tiny_llama(23, layers=3))
+    target.to("cuda")
+    drafter = None if TREES[tree] is None else network_drafter(target, "feature")
+    recorded = Engine(target, drafter, TREES[tree], graphs=True)
+    check(Engine(target, drafter, TREES[tree]), recorded, 1)
+    check(Engine(target, drafter, TREES[tree]), recorded, 3)
+    assert len(recorded.recordings) >= 1
