@@ -31,6 +31,8 @@ class Batch:
         features: what the target says about the tokens, as a feature store keeps it, each [B, S, ...]; empty where
             the target is run in training.
         sequences: how the target reads the tokens, where a trainer moves batches: planned on the host before.
+        following: the next batch, on the host, where a loader looks ahead.
+        ticket: tells a batch that was announced as the following one, on every device.
     """
 
     tokens_BS: Tensor
@@ -41,6 +43,8 @@ class Batch:
     rows: Rows
     features: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     sequences: SequencePlan | None = None
+    following: Batch | None = None
+    ticket: object | None = None
 
     @property
     def batch_size(self) -> int:
@@ -56,11 +60,14 @@ class Batch:
         """A copy on ``device``. Lightning calls this one."""
         parts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         features, sequences = parts.pop("features"), parts.pop("sequences")
+        following, ticket = parts.pop("following"), parts.pop("ticket")
         moved = {name: part.to(device, non_blocking=non_blocking) for name, part in parts.items()}
         return Batch(
             **moved,
             features={k: v.to(device, non_blocking=non_blocking) for k, v in features.items()},
             sequences=sequences and sequences.to(device, non_blocking),
+            following=following,
+            ticket=ticket,
         )
 
     def pin_memory(self) -> Batch:

@@ -84,6 +84,7 @@ class RowLoader:
         world_size: processes.
         num_workers: worker processes for collation.
         position: called when the first batch of a pass is wanted; returns (epoch, batches done in it).
+        looks_ahead: every batch comes with the one that follows.
     """
 
     def __init__(
@@ -98,10 +99,11 @@ class RowLoader:
         world_size: int = 1,
         num_workers: int = 0,
         position: Callable[[], Position] = lambda: (0, 0),
+        looks_ahead: bool = False,
     ):
         self.rows, self.batch_size, self.seed = rows, batch_size, seed
         self.rank, self.world_size, self.num_workers = rank, world_size, num_workers
-        self.position = position
+        self.position, self.looks_ahead = position, looks_ahead
         self._collate = partial(collate, row_length=row_length, supervise=supervise)
 
     def __len__(self) -> int:
@@ -110,7 +112,8 @@ class RowLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         """Reads the position at the first ``next``, not before: Lightning creates iterators early."""
-        yield from self.batches(*self.position())
+        batches = self.batches(*self.position())
+        yield from looking_ahead(batches) if self.looks_ahead else batches
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """Batches ``start``, ``start + 1``, ... of ``epoch``."""
@@ -160,3 +163,14 @@ class RowLoader:
                     f"cannot continue in the middle of the data: {field} is {here} here and {state.get(field)} in the "
                     f"checkpoint; restore the old {field}{WAYS.get(field, '')}, or start a new run from its weights"
                 )
+
+
+def looking_ahead(batches: Iterator[Batch]) -> Iterator[Batch]:
+    """The same batches, each with the one that follows."""
+    one = next(batches, None)
+    while one is not None:
+        after = next(batches, None)
+        if after is not None:
+            after = dataclasses.replace(after, ticket=object())
+        yield dataclasses.replace(one, following=after)
+        one = after

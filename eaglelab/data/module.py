@@ -88,6 +88,7 @@ class PackedDataModule(L.LightningDataModule):
 
     Attributes:
         padded_length: tokens per padded row; None pads each batch to its longest row.
+        looks_ahead: whether training batches come with the ones that follow (:mod:`eaglelab.data.loader`).
         report: counts, after :meth:`setup`.
 
     Raises:
@@ -103,6 +104,7 @@ class PackedDataModule(L.LightningDataModule):
         if num_workers < 0:
             raise ValueError(f"num_workers={num_workers}: use 0 for none, or how many processes collate batches")
         self.batch_size, self.supervise, self.seed, self.num_workers = batch_size, supervise, seed, num_workers
+        self.looks_ahead = False
         self._splits: tuple[PackedRows, PackedRows | None] | None = None
         self._report: DataReport | None = None
 
@@ -163,6 +165,7 @@ class PackedDataModule(L.LightningDataModule):
             world_size=trainer.world_size if trainer else 1,
             num_workers=self.num_workers,
             position=self._position if seed is not None else lambda: (0, 0),
+            looks_ahead=self.looks_ahead and seed is not None,
         )
 
     def _position(self) -> Position:
@@ -197,6 +200,7 @@ class ConversationDataModule(PackedDataModule):
         chat_template: Jinja file that replaces the tokenizer's template.
 
     Attributes:
+        looks_ahead: whether training batches come with the ones that follow (:mod:`eaglelab.data.loader`).
         report: counts, after :meth:`setup`.
 
     Raises:

@@ -16,8 +16,10 @@ from omegaconf import DictConfig, OmegaConf
 from eaglelab.data import ConversationDataModule
 from eaglelab.data.draft_vocabulary import DraftVocabulary
 from eaglelab.data.module import PackedDataModule
+from eaglelab.features.ahead import FeaturesAhead
 from eaglelab.features.data import StoreDataModule
 from eaglelab.features.folders import Streaming
+from eaglelab.features.source import OnlineFeatures
 from eaglelab.features.store import FeatureStore, StoreFeatures
 from eaglelab.kernels import kernels
 from eaglelab.target import FeatureManifest, FrozenTarget, HeadOnlyTarget, ShardedTarget
@@ -77,6 +79,8 @@ def _train_once(config: DictConfig, run_dir: str | Path, on_start: Callable[[], 
     data = build_data(config, target) if store is None else build_stored_data(config, store)
     data.setup()
     module = build_module(config, target, data, store)
+    if (config.get("features") or {}).get("ahead") and isinstance(module.source, OnlineFeatures):
+        module.source, data.looks_ahead = FeaturesAhead(module.source), True
 
     started_from = load_initial_weights(module, config.init_from) if config.init_from and not ckpt_path else None
 
@@ -124,11 +128,16 @@ def open_store(config: DictConfig) -> FeatureStore | None:
     """The feature store that the run reads; None: the target is run.
 
     Raises:
-        ValueError: no finished store there, one that cannot be read, or neither of the two was asked for.
+        ValueError: no finished store there, one that cannot be read, or neither of the two was asked for; ``ahead``
+            with a sharded target, whose processes gather its layers in one order.
     """
     features = config.get("features") or {"source": "online"}
     if features["source"] not in ("online", "store"):
         raise ValueError(f"features.source={features['source']!r} is not one of online, store")
+    if features.get("ahead") and shards_target(config.trainer):
+        raise ValueError(
+            "features.ahead=true needs a whole target on each device, this trainer shards it; leave it out"
+        )
     if features["source"] == "online":
         return None
     streaming = {name: features[name] for name in ("cache", "cache_gib", "prefetch") if name in features}

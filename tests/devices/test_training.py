@@ -11,7 +11,10 @@ import pytest
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from eaglelab.target import unpacking
+from eaglelab.data.loader import looking_ahead
+from eaglelab.features.ahead import FeaturesAhead
+from eaglelab.features.source import OnlineFeatures
+from eaglelab.target import FINAL, unpacking
 from eaglelab.variants import VARIANTS, OptimConfig
 from tests.devices import pretended
 from tests.variants.conftest import loader, make_batch, tiny_target
@@ -90,6 +93,17 @@ def test_segments_that_are_run_apart_are_planned_on_the_host(device, monkeypatch
     assert waits.losses == pytest.approx(host.losses, rel=1e-5)
     assert waits.steps[1:] == [[], []]
     assert unpacking.MASKED_LENGTH > 8
+
+
+def test_a_pass_that_is_started_early_waits_no_more(device):
+    target, batches = tiny_target(), [make_batch(PACKED, seed=seed) for seed in range(3)]
+    target.to(device)
+    source = FeaturesAhead(OnlineFeatures(target))
+    with pretended.counting() as waits:
+        for batch in looking_ahead(iter(batches)):
+            planned = dataclasses.replace(batch, sequences=source.plan(batch))
+            source.of(planned.to(device, non_blocking=True), (FINAL,))
+    assert waits == []
 
 
 def test_a_batch_keeps_its_plan_on_the_way(device):
