@@ -8,6 +8,8 @@ Letters: T tokens, t tokens of a chunk, d hidden width, k most probable tokens, 
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -60,7 +62,7 @@ def top_k_head(vocab_size: int) -> Head:
     def head(rows: Tensor) -> Tensor:
         k = rows.shape[-1] // 2
         id_k, logp_k, outside_1 = rows[..., :k].long(), rows[..., k : 2 * k], rows[..., 2 * k :]
-        rest_1 = outside_1 - torch.tensor(max(vocab_size - k, 1), device=rows.device).log()
+        rest_1 = outside_1 - math.log(max(vocab_size - k, 1))
         rest_1 = torch.minimum(rest_1, logp_k[..., -1:] - TIE)
         return rest_1.expand(*rows.shape[:-1], vocab_size).scatter(-1, id_k, logp_k)
 

@@ -1,6 +1,7 @@
 import pytest
 
 from tests.devices import pretended
+from tests.features.conftest import deep_target, store, writer  # noqa: F401
 
 
 @pytest.fixture
