@@ -62,12 +62,15 @@ class Telemetry:
         wandb: log the summary to Weights & Biases when closed.
 
     Raises:
-        ValueError: another suffix.
+        ValueError: another suffix, or wandb is not installed.
     """
 
     def __init__(self, path: str | None, wandb: bool) -> None:
         from eaglelab.evaluation import open_sink
+        from eaglelab.training.loggers import require_wandb
 
+        if wandb:
+            require_wandb("wandb=true")
         self.asked = path is not None or wandb
         self.take = self._take if self.asked else None
         self._wandb = wandb

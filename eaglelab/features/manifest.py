@@ -6,6 +6,7 @@ import platform
 from collections.abc import Sequence
 from importlib.metadata import version
 
+from eaglelab import __version__
 from eaglelab.target import FINAL, FeatureManifest, FrozenTarget, Tap
 
 
@@ -28,5 +29,5 @@ def feature_manifest(target: FrozenTarget, taps: Sequence[Tap]) -> FeatureManife
 
 def software_versions() -> dict[str, str]:
     """Versions of what the numbers depend on, for the record."""
-    names = ("eaglelab", "torch", "transformers", "lightning")
-    return {"python": platform.python_version()} | {name: version(name) for name in names}
+    own = {"python": platform.python_version(), "eaglelab": __version__}  # a checkout need not be installed
+    return own | {name: version(name) for name in ("torch", "transformers", "lightning")}

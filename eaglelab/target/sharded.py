@@ -65,7 +65,8 @@ class ShardedTarget(HeadOnlyTarget):
         if self.num_layers == len(self._wiring.layers):
             return
         del self.model, self._wiring  # embedding and head come again, and need not be there twice
-        own = torch.accelerator.current_accelerator(check_available=False)  # where the library puts the shards
+        # where the library puts the shards: on a CPU, too, with a build for GPUs on a machine that has none
+        own = torch.accelerator.current_accelerator(check_available=True)
         if device.type == (own.type if own is not None else "cpu"):
             self._take(self._read_shares(device))
             return
@@ -108,7 +109,7 @@ def _require_shares(config: Any, folder: Path) -> None:
     if stored is None or any(file.suffix != ".safetensors" for file in stored[0]):
         raise _UnreadableError("its weights are not in safetensors files, of which slices could be read")
     fields = getattr(getattr(transformers, "DistributedConfig", None), "__dataclass_fields__", {})
-    if "fsdp_size" not in fields:
+    if not {"fsdp_size", "fsdp_plan"} <= fields.keys():
         raise _UnreadableError(f"transformers {transformers.__version__} cannot do it; install a newer one")
 
 

@@ -5,12 +5,18 @@ from __future__ import annotations
 import netrc
 import os
 import sys
+from importlib.util import find_spec
 from typing import Any
 from urllib.parse import urlparse
 
 
 def wandb_logger(**settings: Any) -> Any:
-    """A W&B logger: online where someone is logged in, offline otherwise (``WANDB_MODE`` wins)."""
+    """A W&B logger: online where someone is logged in, offline otherwise (``WANDB_MODE`` wins).
+
+    Raises:
+        ValueError: wandb is not installed.
+    """
+    require_wandb("logger=wandb")
     from lightning.pytorch.loggers import WandbLogger
 
     if "WANDB_MODE" not in os.environ:
@@ -19,12 +25,23 @@ def wandb_logger(**settings: Any) -> Any:
 
 
 def wandb_run(**settings: Any) -> Any:
-    """A W&B run for what is no training: online where someone is logged in, offline otherwise."""
+    """A W&B run for what is no training: online where someone is logged in, offline otherwise.
+
+    Raises:
+        ValueError: wandb is not installed.
+    """
+    require_wandb("wandb=true")
     import wandb
 
     if "WANDB_MODE" not in os.environ and not logged_in():
         settings["mode"] = "offline"
     return wandb.init(project="eaglelab", **settings)
+
+
+def require_wandb(setting: str) -> None:
+    """Raises ValueError where wandb is not installed."""
+    if getattr(find_spec("wandb"), "origin", None) is None:  # a folder of runs named wandb has no origin
+        raise ValueError(f"{setting} needs the package wandb, which is not installed: pip install wandb")
 
 
 def finish_wandb() -> None:
