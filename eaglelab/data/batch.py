@@ -30,7 +30,7 @@ class Batch:
         rows: the training plan compiled from the four masks above.
         features: what the target says about the tokens, as a feature store keeps it, each [B, S, ...]; empty where
             the target is run in training.
-        sequences: how the target reads the tokens, where a trainer moves batches: planned on the host before.
+        sequences: how the target reads the tokens, pass by pass, where a trainer moves batches: planned on the host.
         following: the next batch, on the host, where a loader looks ahead.
         ticket: tells a batch that was announced as the following one, on every device.
     """
@@ -42,7 +42,7 @@ class Batch:
     answer_BS: Tensor
     rows: Rows
     features: dict[str, Tensor] = dataclasses.field(default_factory=dict)
-    sequences: SequencePlan | None = None
+    sequences: tuple[SequencePlan, ...] | None = None
     following: Batch | None = None
     ticket: object | None = None
 
@@ -65,7 +65,7 @@ class Batch:
         return Batch(
             **moved,
             features={k: v.to(device, non_blocking=non_blocking) for k, v in features.items()},
-            sequences=sequences and sequences.to(device, non_blocking),
+            sequences=sequences and tuple(plan.to(device, non_blocking) for plan in sequences),
             following=following,
             ticket=ticket,
         )

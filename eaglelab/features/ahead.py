@@ -31,7 +31,7 @@ class FeaturesAhead:
         self._started: _Started | None = None
         self._stream: torch.cuda.Stream | None = None
 
-    def plan(self, batch: Batch) -> SequencePlan | None:
+    def plan(self, batch: Batch) -> tuple[SequencePlan, ...] | None:
         return None if self._has(batch) else self.source.plan(batch)
 
     def of(self, batch: Batch, taps: tuple[Tap, ...]) -> Features:

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from eaglelab.data.batch import Batch
@@ -42,8 +43,8 @@ class FeatureSource(Protocol):
     @property
     def has_last_feature(self) -> bool: ...
 
-    def plan(self, batch: Batch) -> SequencePlan | None:
-        """What the target has to know of a batch on the host; None where it is not run."""
+    def plan(self, batch: Batch) -> tuple[SequencePlan, ...] | None:
+        """What the target has to know of a batch on the host, pass by pass; None where it is not run."""
         ...
 
     def of(self, batch: Batch, taps: tuple[Tap, ...]) -> Features:
@@ -52,19 +53,43 @@ class FeatureSource(Protocol):
 
 
 class OnlineFeatures:
-    """Runs the target over every batch."""
+    """Runs the target over every batch.
+
+    Args:
+        target: the target.
+        rows: sequences of a pass, at most; None: those of the batch. A pass holds the activations of a layer, which
+            for a large target are more than the drafter's.
+
+    Raises:
+        ValueError: ``rows`` below 1.
+    """
 
     has_last_feature = True
 
-    def __init__(self, target: FrozenTarget) -> None:
-        self.target = target
+    def __init__(self, target: FrozenTarget, rows: int | None = None) -> None:
+        if rows is not None and rows < 1:
+            raise ValueError(f"features.rows={rows}: the target takes at least one row at a time; null for all of them")
+        self.target, self.rows = target, rows
 
-    def plan(self, batch: Batch) -> SequencePlan:
-        return self.target.plan_sequences(
-            batch.tokens_BS, valid_BS=batch.valid_BS, segment_BS=batch.segment_BS, position_BS=batch.position_BS
+    def plan(self, batch: Batch) -> tuple[SequencePlan, ...]:
+        B = batch.batch_size
+        step = min(self.rows or B, B)
+        parts = [slice(first, first + step) for first in range(0, B, step)]
+        return tuple(
+            self.target.plan_sequences(
+                batch.tokens_BS[part],
+                valid_BS=batch.valid_BS[part],
+                segment_BS=batch.segment_BS[part],
+                position_BS=batch.position_BS[part],
+            )
+            for part in parts
         )
 
     def of(self, batch: Batch, taps: tuple[Tap, ...]) -> Features:
-        plan = batch.sequences if batch.sequences is not None else self.plan(batch).to(self.target.device)
-        streams = self.target.features_of(plan, tuple(dict.fromkeys((*taps, FINAL))))
+        plans = batch.sequences
+        if plans is None:
+            plans = tuple(plan.to(self.target.device) for plan in self.plan(batch))
+        wanted = tuple(dict.fromkeys((*taps, FINAL)))
+        parts = [self.target.features_of(plan, wanted) for plan in plans]
+        streams = parts[0] if len(parts) == 1 else {tap: torch.cat([part[tap] for part in parts]) for tap in wanted}
         return Features(streams, streams[FINAL], self.target.lm_head)

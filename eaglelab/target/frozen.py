@@ -289,6 +289,12 @@ class FrozenTarget(nn.Module):
         )
         return self.features_of(plan, taps)
 
+    def compile_layers(self) -> None:
+        """Run every decoder layer through `torch.compile` from now on: one graph serves all layers of a kind, and
+        lengths of all batches. Taps, masks and the cache stay as they are."""
+        for layer in self._wiring.layers:
+            layer.forward = torch.compile(layer.forward, dynamic=True)
+
     @torch.no_grad()
     def features_of(self, plan: SequencePlan, taps: Sequence[Tap]) -> dict[Tap, Tensor]:
         """Features of planned rows, by tap, each [B, S, d]; the plan must be on the target's device.

@@ -19,7 +19,7 @@ from eaglelab.data.module import PackedDataModule
 from eaglelab.features.ahead import FeaturesAhead
 from eaglelab.features.data import StoreDataModule
 from eaglelab.features.folders import Streaming
-from eaglelab.features.source import OnlineFeatures
+from eaglelab.features.source import FeatureSource, OnlineFeatures
 from eaglelab.features.store import FeatureStore, StoreFeatures
 from eaglelab.kernels import kernels
 from eaglelab.target import FeatureManifest, FrozenTarget, HeadOnlyTarget, ShardedTarget
@@ -79,8 +79,7 @@ def _train_once(config: DictConfig, run_dir: str | Path, on_start: Callable[[], 
     data = build_data(config, target) if store is None else build_stored_data(config, store)
     data.setup()
     module = build_module(config, target, data, store)
-    if (config.get("features") or {}).get("ahead") and isinstance(module.source, OnlineFeatures):
-        module.source, data.looks_ahead = FeaturesAhead(module.source), True
+    data.looks_ahead = isinstance(module.source, FeaturesAhead)
 
     started_from = load_initial_weights(module, config.init_from) if config.init_from and not ckpt_path else None
 
@@ -128,16 +127,17 @@ def open_store(config: DictConfig) -> FeatureStore | None:
     """The feature store that the run reads; None: the target is run.
 
     Raises:
-        ValueError: no finished store there, one that cannot be read, or neither of the two was asked for; ``ahead``
-            with a sharded target, whose processes gather its layers in one order.
+        ValueError: no finished store there, one that cannot be read, or neither of the two was asked for; ``ahead`` or
+            ``compiled`` with a sharded target, whose processes gather its layers in one order.
     """
     features = config.get("features") or {"source": "online"}
     if features["source"] not in ("online", "store"):
         raise ValueError(f"features.source={features['source']!r} is not one of online, store")
-    if features.get("ahead") and shards_target(config.trainer):
-        raise ValueError(
-            "features.ahead=true needs a whole target on each device, this trainer shards it; leave it out"
-        )
+    for name in ("ahead", "compiled"):
+        if features.get(name) and shards_target(config.trainer):
+            raise ValueError(
+                f"features.{name}=true needs a whole target on each device, and this trainer shards it; leave it out"
+            )
     if features["source"] == "online":
         return None
     streaming = {name: features[name] for name in ("cache", "cache_gib", "prefetch") if name in features}
@@ -163,11 +163,21 @@ def build_module(
         checkpoint_steps=bool(config.get("checkpoint_steps")),
         compiled=bool(config.get("compiled")),
         answer_counts=lambda: data.answer_counts(target.vocab_size),
-        source=None if store is None else StoreFeatures(store, target),
+        source=_source(config, target, store),
     )
     if store is not None:
         store.require(target, module.taps)
     return module
+
+
+def _source(config: DictConfig, target: FrozenTarget, store: FeatureStore | None) -> FeatureSource:
+    features = config.get("features") or {}
+    if store is not None:
+        return StoreFeatures(store, target)
+    if features.get("compiled"):
+        target.compile_layers()
+    source = OnlineFeatures(target, features.get("rows"))
+    return FeaturesAhead(source) if features.get("ahead") else source
 
 
 def build_stored_data(config: DictConfig, store: FeatureStore) -> StoreDataModule:

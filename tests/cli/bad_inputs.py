@@ -162,7 +162,7 @@ TABLE: list[tuple[str, str, str]] = [
     ("evaluate run=missing", "run=missing does not exist", "give the folder"),
     ("evaluate run=folder", "no manifest.json", "give the folder"),
     (_EVAL + "graphs=true", "the target is on cpu", "use device=cuda"),
-    (_TRAIN + "trainer=fsdp features.ahead=true", "this trainer shards it", "omit it"),
+    (_TRAIN + "trainer=fsdp features.ahead=true", "this trainer shards it", "leave it out"),
     (_EVAL + "checkpoint=missing.ckpt", "no checkpoint at missing.ckpt", "name a file"),
     ("evaluate run={bad}/run-truncated limit=1", "last.ckpt cannot be read", "use another one"),
     ("evaluate run={bad}/run-nan limit=1", "fc.weight holds NaN", "earlier checkpoint"),

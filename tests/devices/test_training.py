@@ -109,10 +109,10 @@ def test_a_pass_that_is_started_early_waits_no_more(device):
 def test_a_batch_keeps_its_plan_on_the_way(device):
     """What was planned on the host is on the device with the batch, and is the plan of the batch."""
     target, batch = tiny_target(), make_batch(PACKED)
-    batch = dataclasses.replace(batch, sequences=target.plan_sequences(batch.tokens_BS, segment_BS=batch.segment_BS))
+    batch = dataclasses.replace(batch, sequences=(target.plan_sequences(batch.tokens_BS, segment_BS=batch.segment_BS),))
     with pretended.counting() as waits:
         moved = batch.to(device, non_blocking=True)
     assert waits == []
     for field in ("tokens_BS", "position_BS", "segment_BS"):
-        assert getattr(moved.sequences, field).device == device
-        assert torch.equal(getattr(moved.sequences, field).cpu(), getattr(batch.sequences, field))
+        assert getattr(moved.sequences[0], field).device == device
+        assert torch.equal(getattr(moved.sequences[0], field).cpu(), getattr(batch.sequences[0], field))
