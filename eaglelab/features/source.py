@@ -6,10 +6,9 @@ Letters: B sequences, S tokens, d hidden width, w width of a teacher row, V voca
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from eaglelab.data.batch import Batch
@@ -90,6 +89,19 @@ class OnlineFeatures:
         if plans is None:
             plans = tuple(plan.to(self.target.device) for plan in self.plan(batch))
         wanted = tuple(dict.fromkeys((*taps, FINAL)))
-        parts = [self.target.features_of(plan, wanted) for plan in plans]
-        streams = parts[0] if len(parts) == 1 else {tap: torch.cat([part[tap] for part in parts]) for tap in wanted}
+        streams = self.target.features_of(plans[0], wanted) if len(plans) == 1 else self._in_parts(plans, wanted)
         return Features(streams, streams[FINAL], self.target.lm_head)
+
+    def _in_parts(self, plans: Sequence[SequencePlan], taps: tuple[Tap, ...]) -> dict[Tap, Tensor]:
+        """Those of all plans; beside them there are never more than one plan's."""
+        B, done = sum(len(plan.tokens_BS) for plan in plans), 0
+        whole: dict[Tap, Tensor] = {}
+        for plan in plans:
+            part = self.target.features_of(plan, taps)
+            for tap in taps:
+                stream = part.pop(tap)
+                if tap not in whole:
+                    whole[tap] = stream.new_empty(B, *stream.shape[1:])
+                whole[tap][done : done + len(stream)] = stream
+            done += len(plan.tokens_BS)
+        return whole

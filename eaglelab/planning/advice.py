@@ -77,6 +77,10 @@ def _candidates(setting: Setting, row_length: int) -> Iterator[list[tuple[str, S
     lower = "target.dtype=bfloat16" + (f" {precision}" if full else "")
     yield [(lower, dataclasses.replace(setting, numerics=both))] if numerics.target == WIDE else []
     yield [
+        (f"features.rows={rows}", dataclasses.replace(setting, target_rows=rows))
+        for rows in (_halved(min(setting.target_rows or load.sequences, load.sequences)) if setting.online else ())
+    ]
+    yield [
         (f"data.batch_size={size}", dataclasses.replace(setting, load=_resized(load, sequences=size)))
         for size in _halved(load.sequences)
     ]

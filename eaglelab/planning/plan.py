@@ -111,7 +111,8 @@ def make_plan(config: DictConfig) -> Plan:
     module = describe_variant(config, target)
     _check_length(config, target, name)
     numerics, placement, cpu = numerics_of(config), placement_of(config), on_cpu(config)
-    online = (config.get("features") or {}).get("source", "online") == "online"
+    features = config.get("features") or {}
+    online = features.get("source", "online") == "online"
     data = count_data(config, tokenizer)
     largest = data.load(config.data.batch_size, cpu=cpu, largest=True)
     mean = data.load(config.data.batch_size, cpu=cpu)
@@ -126,6 +127,7 @@ def make_plan(config: DictConfig) -> Plan:
         placement,
         online,
         module.checkpoint_steps,
+        features.get("rows"),
     )
     memory, device = setting.memory(), _device_bytes(config, cpu, placement.devices)
     fits = device is None or memory.peak <= USABLE * device

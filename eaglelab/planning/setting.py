@@ -34,6 +34,7 @@ class Setting:
         load: the largest micro-batch.
         online: the target runs.
         checkpoint_steps: the setting of that name.
+        target_rows: rows that the target takes at a time; None: all of the micro-batch.
     """
 
     target: TargetShape
@@ -46,6 +47,7 @@ class Setting:
     placement: Placement
     online: bool = True
     checkpoint_steps: bool = False
+    target_rows: int | None = None
 
     @property
     def kinds(self) -> tuple[Rollout, ...]:
@@ -62,6 +64,7 @@ class Setting:
             self.numerics,
             self.placement,
             online=self.online,
+            target_rows=self.target_rows,
         )
 
     def flops(self, load: Load) -> StepFlops:

@@ -92,12 +92,14 @@ def step_memory(
     placement: Placement = Placement(),
     *,
     online: bool = True,
+    target_rows: int | None = None,
 ) -> Memory:
     """The step that needs most, of all kinds of step of the training.
 
     Args:
         kinds: see :func:`~eaglelab.variants.rollout.rollouts`.
         online: the target runs; False where features come from a store, and only embedding and head are loaded.
+        target_rows: rows that it takes at a time; None: those of the batch.
     """
 
     def moment(rollout: Rollout) -> tuple[int, int, int]:
@@ -124,7 +126,7 @@ def step_memory(
         features=features,
         kept=saved,
         chunk=chunk,
-        target_pass=_target_pass(target, drafter, load, numerics) if online else 0,
+        target_pass=_target_pass(target, drafter, load, numerics, target_rows) if online else 0,
     )
 
 
@@ -180,18 +182,23 @@ def _target_weights(target: TargetShape, numerics: Numerics, placement: Placemen
     return (outside + layers) * numerics.target
 
 
-def _target_pass(target: TargetShape, drafter: DrafterConfig, load: Load, numerics: Numerics) -> int:
+def _target_pass(
+    target: TargetShape, drafter: DrafterConfig, load: Load, numerics: Numerics, rows: int | None = None
+) -> int:
     """Streams that are tapped, and one layer at work: the stream, its normed copy, and the MLP's three products or the
     attention's queries, keys, values and output, whichever is more. Nothing is kept for a backward."""
     d, t = target.hidden_size, numerics.target
     streams = drafter.num_taps + (1 if drafter.num_taps > 1 else 0)
     width, keys = target.attention_width, 2 * target.key_value_width
     layer = 2 * d + max(3 * target.intermediate_size, 2 * width + keys + 2 * width)
-    tokens = load.tokens * (streams * d + layer) * t
+    together = min(rows or load.sequences, load.sequences)
+    in_pass = load.tokens * together // load.sequences
+    # in parts, the streams of one are there beside those of all
+    bytes_ = (load.tokens * streams * d + in_pass * (layer + (streams * d if together < load.sequences else 0))) * t
     if target.dense_attention:
-        return tokens + load.sequences * load.length**2 * (2 * target.config.num_attention_heads + 1) * t
+        return bytes_ + together * load.length**2 * (2 * target.config.num_attention_heads + 1) * t
     masked = load.packed and load.length <= MASKED_LENGTH
-    return tokens + (load.sequences * load.length**2 * (t + 2) if masked else 0)
+    return bytes_ + (together * load.length**2 * (t + 2) if masked else 0)
 
 
 def _features(drafter: DrafterConfig, rollout: Rollout, load: Load, numerics: Numerics) -> int:

@@ -122,6 +122,15 @@ def test_a_plan_knows_what_is_spread(overrides, sharded, drafter, says):
     assert (plan.memory.target < whole.target) == sharded
 
 
+def test_a_plan_knows_a_target_that_takes_a_few_rows_at_a_time():
+    """Its activations are of so many rows; what the drafter reads is of all."""
+    shape = ["variant=eagle", *EIGHT_B, *GPUS, *LONG, "data.batch_size=64"]
+    whole, parts = plan_of(*shape), plan_of(*shape, "features.rows=4")
+    assert parts.memory.target_pass < 0.5 * whole.memory.target_pass
+    assert parts.memory.features == whole.memory.features
+    assert plan_of(*shape, "features.rows=64").memory == whole.memory
+
+
 def test_a_plan_knows_checkpointed_steps():
     shape = ["variant=eagle3", *EIGHT_B, *GPUS, *LONG, "data.batch_size=16"]
     whole, checkpointed = plan_of(*shape), plan_of(*shape, "checkpoint_steps=true")
