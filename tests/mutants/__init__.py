@@ -8,6 +8,7 @@ that a test starts and that import ``tests`` get the fault too. ``eaglelab-lab``
 import os
 
 from tests.mutants import (
+    ahead,
     commit,
     distributed,
     formats,
@@ -31,6 +32,7 @@ __all__ = [
     "MUTANTS",
     "VARIABLE",
     "Mutant",
+    "ahead",
     "commit",
     "distributed",
     "formats",
