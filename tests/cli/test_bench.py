@@ -72,7 +72,8 @@ def test_steps_of_several_cases_are_compared_in_one_process(tmp_path):
 
 def test_bench_kernels_prints_and_saves_every_case_and_says_why_no_kernel_ran(tmp_path):
     shapes = "{rows: 3, vocab_sizes: [11, 50], draft_vocab_sizes: 7, steps: 2, dtypes: [bf16, float32]}"
-    settings = ["repetitions=2", "out=found.json"]
+    attention = "{batch: 2, rows: 12, heads: 4, groups: 2, head_dim: 8, segments: 1, steps: [0, 1], dtypes: fp32}"
+    settings = [f"attention={attention}", "repetitions=2", "out=found.json"]
     done = run("bench", "kernels", f"soft_cross_entropy={shapes}", *settings, cwd=tmp_path)
     found = json.loads((tmp_path / "found.json").read_text())
     assert not found["interrupted"]
@@ -92,6 +93,15 @@ def test_bench_kernels_prints_and_saves_every_case_and_says_why_no_kernel_ran(tm
     assert (
         "the fused soft cross entropy is not usable here: it is not written for cpu and torch.bfloat16" in done.stdout
     )
+    plain, own = found["attention"]
+    assert (plain["setting"]["steps"], own["setting"]["steps"]) == (0, 1)
+    assert list(plain["contestants"]) == ["blocks", "masked", "causal"] and list(own["contestants"]) == ["blocks"]
+    for one in (plain, own):
+        blocks = one["contestants"]["blocks"]
+        assert len(blocks["seconds"]["values"]) == 2 and blocks["speedup"]["values"] == [1, 1]
+        flops_per_s = one["flops"] / blocks["seconds"]["median"]
+        assert blocks["share_of_matmul"] == pytest.approx(flops_per_s / one["matmul_flops_per_s"])
+    assert "float32, 12 rows, 1 segment, 1 own key" in done.stdout
 
 
 @pytest.mark.parametrize(("answer", "supervised"), [(0.5, 16), (1.0, 31), (0.25, 8), (1e-3, 1)])
