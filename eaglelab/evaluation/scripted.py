@@ -22,7 +22,7 @@ class ScriptedDrafter(SlotDrafter):
 
     In each round the continuation of the text is made the most likely path, as deep as the script says, and what would
     follow impossible. Every tree here keeps the most likely child of the most likely path, and forwards it as the first
-    node of its level, so that no more than two numbers per level have to be written.
+    node of its level, so that nothing but the first row of a level has to be written to.
 
     Args:
         drafter: does the work.
@@ -105,6 +105,7 @@ class ScriptedDrafter(SlotDrafter):
         if self._level <= depth:
             if draft_id is None:
                 raise ValueError(f"token {token} at place {place} of the text cannot be drafted; script a shorter text")
+            log_p_BWV[0, 0] -= 1.0  # a drafter may be certain, and then ties would decide
             log_p_BWV[0, 0, draft_id] = 0.0
         elif self._level == depth + 1 and draft_id is not None:
             log_p_BWV[0, 0, draft_id] = -torch.inf

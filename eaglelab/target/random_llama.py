@@ -7,6 +7,11 @@ from typing import Any
 
 import torch
 
+EMBEDDING = 16.0
+"""Root mean square of each row of a counting target's embedding: more than all of its layers add."""
+HEAD = 0.02
+"""Of each row of its head, as of its other weights."""
+
 
 @dataclasses.dataclass(frozen=True)
 class LlamaShape:
@@ -64,3 +69,23 @@ class LlamaShape:
         torch.manual_seed(0)
         with torch.device(device):
             return AutoModelForCausalLM.from_config(self.config(positions), dtype=dtype)
+
+    def build_counting(self, *, positions: int, dtype: torch.dtype, device: str = "cpu") -> Any:
+        """A model that says one more than the last token, 0 after the last of its vocabulary.
+
+        It costs what any other of its shape does, but the most likely token is far ahead of the others: rounding, which
+        in half precision differs between a row that is decoded alone and the same row in a tree, does not decide it, as
+        it would with weights that are all drawn alike. Row t + 1 of the head is row t of the embedding, which the
+        layers hardly change.
+
+        Raises:
+            ValueError: ``tied``, where the head cannot differ from the embedding.
+        """
+        if self.tied:
+            raise ValueError("a target whose head is its embedding repeats its last token; give it a head of its own")
+        model = self.build(positions=positions, dtype=dtype, device=device)
+        with torch.no_grad():
+            embedding_Vd = model.get_input_embeddings().weight
+            embedding_Vd.div_(embedding_Vd.norm(dim=1, keepdim=True) / (EMBEDDING * self.hidden_size**0.5))
+            model.get_output_embeddings().weight.copy_(embedding_Vd.roll(1, 0).mul_(HEAD / EMBEDDING))
+        return model

@@ -148,6 +148,18 @@ def test_bench_kernels_prints_and_saves_every_case_and_says_why_no_kernel_ran(tm
     assert "float32, 12 rows, 1 segment, 1 own key" in done.stdout
 
 
+def test_bench_rounds_prints_and_saves_what_it_measured(tmp_path):
+    settings = ["prompt_tokens=3", "rounds=2", "repetitions=1", "acceptance=2", "trees=[{name:chain,depth:2}]"]
+    shape = ["shape.num_layers=7", "shape.hidden_size=32"]
+    done = run("bench", "rounds", *settings, *shape, "out=found.json", cwd=tmp_path)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["setting"]["shape"] | {"num_layers": 7, "hidden_size": 32} == found["setting"]["shape"]
+    assert found["accepted"] == [2, 2] and found["tau"] == 3
+    (tree,) = found["trees"].values()
+    assert tree["accepted_as_scripted"] and tree["text_of_plain_decoding"]
+    assert f"{tree['speedup']['median']:.2f}x (" in done.stdout and "chain 2" in done.stdout
+
+
 @pytest.mark.parametrize(("answer", "supervised"), [(0.5, 16), (1.0, 31), (0.25, 8), (1e-3, 1)])
 def test_the_answer_is_the_last_share_of_a_conversation(answer, supervised):
     """Of 32 tokens; a row counts when the token behind it is in the answer, and the first token has none before it."""
