@@ -14,6 +14,13 @@ from eaglelab.cli.decoding import trees_of
 from eaglelab.cli.errors import command
 from eaglelab.cli.quiet import quiet_libraries
 
+DRAFT_VOCABULARY = 32000
+"""Of EAGLE-3 where the target's is larger."""
+
+
+NETWORKS = {"fused": "eagle3", "feature": "eagle"}
+"""A variant that decodes with it."""
+
 
 @command("bench_rounds")
 def main(config: DictConfig) -> None:
@@ -22,8 +29,6 @@ def main(config: DictConfig) -> None:
     import torch
 
     from eaglelab.evaluation.round_speed import (
-        DRAFT_VOCABULARY,
-        SHAPES,
         check_script,
         measure_rounds,
         random_drafter,
@@ -32,10 +37,11 @@ def main(config: DictConfig) -> None:
         rounds_table,
     )
     from eaglelab.target.loading import as_dtype
+    from eaglelab.target.random_llama import LlamaShape
 
     quiet_libraries()
-    if config.preset not in SHAPES:
-        raise ValueError(f"preset={config.preset} is unknown: use one of {', '.join(SHAPES)}")
+    if config.network not in NETWORKS:
+        raise ValueError(f"network={config.network} is unknown: use {' or '.join(NETWORKS)}")
     if config.device not in ("cpu", "cuda"):
         raise ValueError(f"device={config.device}: use cpu or cuda")
     if config.device == "cuda" and not torch.cuda.is_available():
@@ -44,10 +50,11 @@ def main(config: DictConfig) -> None:
         if config[name] < 1:
             raise ValueError(f"{name}={config[name]}: give at least 1")
     asked: Any = OmegaConf.to_container(config.shape)
-    shape = dataclasses.replace(SHAPES[config.preset], **{k: v for k, v in asked.items() if v is not None})
+    sizes = {field.name: asked[field.name] for field in dataclasses.fields(LlamaShape) if field.name in asked}
+    shape = LlamaShape(**{"num_kv_heads": asked["num_heads"]} | sizes)
     dtype = as_dtype(config.dtype or ("bfloat16" if config.device == "cuda" else "float32"))
     size = config.draft_vocab_size
-    if size is None and config.variant == "eagle3":
+    if size is None and config.network == "fused":
         size = min(DRAFT_VOCABULARY, shape.vocab_size)
     acceptance = list(config.acceptance) if isinstance(config.acceptance, ListConfig) else [config.acceptance]
     trees = trees_of(config)
@@ -61,7 +68,7 @@ def main(config: DictConfig) -> None:
     out = None if config.out is None else writable(config.out)
     positions = config.prompt_tokens + room + max(tree.max_nodes for tree in trees.values()) + 1
     target = random_target(shape, positions=positions, dtype=dtype, device=config.device)
-    drafter = random_drafter(target, config.variant, size)
+    drafter = random_drafter(target, NETWORKS[config.network], size)
     drawn = torch.randint(shape.vocab_size, (config.prompt_tokens,), generator=torch.Generator().manual_seed(0))
     prompt = [*drawn[1:].tolist(), 0]  # the text then counts from 1 on
     speed = measure_rounds(
@@ -81,15 +88,17 @@ def main(config: DictConfig) -> None:
         torch.cuda.get_device_name(target.device) if config.device == "cuda" else f"{torch.get_num_threads()} threads"
     )
     speed.setting |= {
-        "preset": config.preset,
         "shape": dataclasses.asdict(shape),
-        "variant": config.variant,
+        "network": config.network,
         "draft_vocab_size": size,
         "where": where,
         "torch": torch.__version__,
     }
     vocabulary = "" if size is None else f", draft vocabulary {size:,}"
-    print(f"\n{config.preset} with random weights, {config.variant}{vocabulary}; {where}, torch {torch.__version__}")
+    print(
+        f"\ntarget of {shape.num_layers} layers, width {shape.hidden_size:,}, vocabulary {shape.vocab_size:,}; "
+        f"{config.network} drafter{vocabulary}; random weights; {where}, torch {torch.__version__}"
+    )
     print(rounds_table(speed))
     if out is not None:
         out.write_text(json.dumps(speed.to_dict(), indent=1) + "\n", encoding="utf-8")

@@ -26,15 +26,6 @@ from eaglelab.target.random_llama import LlamaShape
 from eaglelab.training.work import copy_bytes, synchronize
 from eaglelab.variants import VARIANTS, OptimConfig
 
-SHAPES = {
-    "tiny": LlamaShape(64, 176, num_layers=8, num_heads=4, num_kv_heads=2, vocab_size=512),
-    "1b": LlamaShape(2048, 8192, num_layers=16, num_heads=32, num_kv_heads=8, vocab_size=128256),
-    "8b": LlamaShape(4096, 14336, num_layers=32, num_heads=32, num_kv_heads=8, vocab_size=128256),
-}
-"""Llama-3.2-1B (whose head is its embedding; a round reads as much), Llama-3-8B, and one for tests."""
-DRAFT_VOCABULARY = 32000
-"""Of EAGLE-3 where the target's is larger."""
-
 
 def random_target(shape: LlamaShape, *, positions: int, dtype: torch.dtype, device: str) -> FrozenTarget:
     """One whose text does not hang on rounding (`LlamaShape.build_counting`); its weights are drawn on the device."""
