@@ -247,7 +247,7 @@ TABLE: list[tuple[str, str, str]] = [
     ("bench decoding run={run} 'trees=[{{name: nosuch}}]'", "tree='nosuch'", "choose one of"),
     ("bench decoding run={run} trees=[chain]", "trees: 'chain' is no tree", "{name: dynamic"),
     ("bench decoding run={run} repetitions=0", "repetitions=0", "at least 1"),
-    ("bench rounds preset=70b", "preset/70b", "available: 1b, 8b"),
+    ("bench rounds preset=70b", "preset/70b", "available: 1b 8b"),
     ("bench rounds network=eagle", "network=eagle", "fused or feature"),
     ("bench rounds network=feature draft_vocab_size=99", "draft_vocab_size=99", "all of the target's tokens"),
     ("bench rounds device=cuda", "device=cuda", "use cpu"),
