@@ -47,7 +47,7 @@ def training(config: DictConfig) -> None:
         raise ValueError(f"variants={unknown[0]!r} is not one of {', '.join(VARIANTS)}")
     if config.steps < 1:
         raise ValueError(f"steps={config.steps}: measure at least one")
-    conditions = Conditions(config.device, config.precision, config.random_features)
+    conditions = Conditions(config.device, config.precision, config.random_features, config.kernels)
     if config.device == "cuda" and (config.split or not torch.cuda.is_available()):
         raise ValueError("device=cuda: needs a GPU, and split=false, which is measured on the CPU alone")
     growing = [config.growth] if isinstance(config.growth, str) else list(config.growth)

@@ -23,6 +23,7 @@ from torch import Tensor
 from eaglelab.data import Batch, compile_rows
 from eaglelab.evaluation.alternation import Spread
 from eaglelab.features.source import Features
+from eaglelab.kernels import KERNEL_CHOICES, KernelChoice
 from eaglelab.target import FINAL, FrozenTarget, HeadOnlyTarget, Tap
 from eaglelab.target.random_llama import LlamaShape
 from eaglelab.variants import VARIANTS, DraftingModule, OptimConfig, View
@@ -43,16 +44,22 @@ class Conditions:
             weights are float32 either way.
         random_features: of a target without layers: only embedding and head exist, so that any width can be measured
             where the whole target would not fit.
+        kernels: as in a training: ``auto``, or ``torch`` for PyTorch's operations alone.
         threads: of the process that measures.
     """
 
     device: str = "cpu"
     precision: str = "32-true"
     random_features: bool = False
+    kernels: KernelChoice = "auto"
     threads: int = dataclasses.field(default_factory=torch.get_num_threads)
 
     def __post_init__(self) -> None:
-        known: dict[str, Sequence[str]] = {"device": ("cpu", "cuda"), "precision": PRECISIONS}
+        known: dict[str, Sequence[str]] = {
+            "device": ("cpu", "cuda"),
+            "precision": PRECISIONS,
+            "kernels": KERNEL_CHOICES,
+        }
         for name, values in known.items():
             if getattr(self, name) not in values:
                 raise ValueError(f"{name}={getattr(self, name)} is unknown: use {' or '.join(values)}")

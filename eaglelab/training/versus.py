@@ -147,7 +147,8 @@ def _timed(step: Callable[[View, str], None], view: View, name: str, conditions:
     def seconds() -> float:
         synchronize(conditions.device)
         began = time.perf_counter()
-        step(view, name)
+        with kernels(conditions.kernels):
+            step(view, name)
         synchronize(conditions.device)
         return time.perf_counter() - began
 
@@ -162,7 +163,8 @@ def _measure_memory(
     module, step = _prepare(variant, shape, settings, conditions, (name,))
 
     def work() -> None:
-        step(_view(module, shape, conditions), name)
+        with kernels(conditions.kernels):
+            step(_view(module, shape, conditions), name)
 
     if conditions.device == "cpu":
         before = resident_mib()
@@ -192,8 +194,9 @@ def _prepare(
             optimizer.zero_grad()
 
     short = _view(module, shape, conditions, length=32)
-    for name in names:  # libraries, kernels, optimizer state
-        step(short, name)
+    with kernels(conditions.kernels):
+        for name in names:  # libraries, kernels, optimizer state
+            step(short, name)
     return module, step
 
 
@@ -321,8 +324,9 @@ def race_table(one: Race) -> str:
             lines.append(f"{name:<{width}}{one.ratio[name].times():<26}{one.cpu_ratio[name].times()}")
     at, features = one.conditions, "random" if one.conditions.random_features else "the target's"
     lines += [
-        f"{at.device}, {at.precision}, {features} features; matmul {one.matmul_flops / 1e9:,.0f} GFLOP/s in "
-        f"{str(at.dtype).removeprefix('torch.')}, copy {one.copy_bytes / 1e9:,.1f} GB/s",
+        f"{at.device}, {at.precision}, {features} features, kernels={at.kernels}; matmul "
+        f"{one.matmul_flops / 1e9:,.0f} GFLOP/s in {str(at.dtype).removeprefix('torch.')}, copy "
+        f"{one.copy_bytes / 1e9:,.1f} GB/s",
         f"alternated in one process, {len(one.seconds[first].values)} repetitions; a step on given features, the "
         "target's own pass apart; peak memory is above what is held before the step",
     ]

@@ -21,12 +21,14 @@ case $DEVICE in
 cuda)
     STEPS=${STEPS:-600}
     TRAINER="trainer=gpu target.dtype=bfloat16"
-    DECODE="device=cuda dtype=bfloat16 limit=20"
+    DECODE="device=cuda limit=20"
+    HALF="dtype=bfloat16"
     ;;
 cpu)
     STEPS=${STEPS:-4}
     TRAINER="data.limit=48 data.val_limit=8"
     DECODE="limit=1 max_new_tokens=8"
+    HALF="dtype=float32"
     ;;
 *) echo "DEVICE=$DEVICE: use cuda or cpu" >&2 && exit 2 ;;
 esac
@@ -81,6 +83,7 @@ steps() {
     [ "$DEVICE" = cuda ] ||
         shape="preset=tiny device=cpu precision=bf16-mixed random_features=true split=false literal=false steps=1"
     eaglelab steps bench $shape out="$OUT/steps.json"
+    eaglelab steps-torch bench $shape kernels=torch out="$OUT/steps-torch.json"
     eaglelab steps-all-rows bench $shape shape.answer=1 out="$OUT/steps-all-rows.json"
 }
 
@@ -111,9 +114,10 @@ train() {
 
 decode() {
     for run in eagle hass eagle3 resumed; do
-        eaglelab "evaluate-$run" evaluate run="$OUT/$run" tree=chain $DECODE
+        eaglelab "evaluate-$run" evaluate run="$OUT/$run" tree=chain $DECODE $HALF
     done
-    eaglelab evaluate-dynamic evaluate run="$OUT/eagle3" tree=dynamic $DECODE
+    eaglelab evaluate-dynamic evaluate run="$OUT/eagle3" tree=dynamic $DECODE $HALF
+    eaglelab evaluate-float32 evaluate run="$OUT/hass" tree=dynamic $DECODE dtype=float32
 }
 
 "$PYTHON" - > "$OUT/machine.txt" <<'ASK' || exit 2

@@ -249,7 +249,7 @@ TABLE: list[tuple[str, str, str]] = [
     ("bench decoding run={run} repetitions=0", "repetitions=0", "at least 1"),
     ("bench rounds preset=70b", "preset/70b", "available: 1b 8b"),
     ("bench rounds network=eagle", "network=eagle", "fused or feature"),
-    ("bench rounds network=feature draft_vocab_size=99", "draft_vocab_size=99", "all of the target's tokens"),
+    ("bench rounds network=feature draft_vocab_size=300", "draft_vocab_size=300", "all of the target's tokens"),
     ("bench rounds device=cuda", "device=cuda", "use cpu"),
     ("bench rounds acceptance=[6] trees=[{{name:chain,depth:5}}]", "6 tokens cannot be accepted", "a deeper tree"),
     ("bench rounds rounds=400", "rounds=400", "fewer rounds"),

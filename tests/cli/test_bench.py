@@ -7,10 +7,12 @@ import os
 import pytest
 import torch
 
+from eaglelab.kernels import selection
 from eaglelab.target.shape import TargetShape
 from eaglelab.training.cost import Conditions, Shape, in_fresh_process, measure, random_module
 from eaglelab.training.flops import Load, step_flops
 from eaglelab.training.versus import exponent, race, race_table
+from eaglelab.variants import VARIANTS
 from tests.cli.conftest import run
 
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_layers": 7, "num_heads": 2, "vocab_size": 64}
@@ -195,10 +197,27 @@ def test_bad_input_ends_in_one_message(tmp_path):
         assert "Traceback" not in done.stderr
 
 
+def test_steps_are_measured_with_the_kernels_that_are_asked_for_and_counted_without(in_this_process, monkeypatch):
+    """A kernel cannot tell its operations."""
+    seen = []
+
+    def passes(self, view, original=VARIANTS["eagle"].passes):
+        seen.append(selection._choice)
+        return original(self, view)
+
+    monkeypatch.setattr(VARIANTS["eagle"], "passes", passes)
+    for choice in ("auto", "torch"):
+        seen.clear()
+        race({"eagle": ("eagle", {})}, Shape(**TINY, length=64), repetitions=1, conditions=Conditions(kernels=choice))
+        # warming up and two runs, the count, warming up and memory
+        assert seen == [choice] * 3 + ["torch"] + [choice] * 2
+
+
 def test_shapes_and_conditions_that_cannot_be_are_refused():
     for build, message in (
         (lambda: Conditions(precision="fp16"), "precision=fp16 is unknown: use 32-true or bf16-mixed"),
         (lambda: Conditions("tpu"), "device=tpu is unknown: use cpu or cuda"),
+        (lambda: Conditions(kernels="triton"), "kernels=triton is unknown: use auto or torch"),
         (lambda: Shape(num_kv_heads=2), "shape.num_kv_heads=2 heads of keys cannot be shared by shape.num_heads=3"),
         (lambda: Shape(num_kv_heads=0), "shape.num_kv_heads=0 must be at least 1"),
     ):
