@@ -1,4 +1,4 @@
-"""``eaglelab bench``, ``eaglelab bench decoding`` and ``eaglelab bench kernels``."""
+"""``eaglelab bench``, and which command ``eaglelab bench decoding``, ``kernels`` and ``rounds`` are."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from eaglelab.cli.errors import command
 
 
 def main() -> None:
-    """Measure training steps, or what the first word says: how a run's drafter decodes, or single operations."""
-    measured = {"decoding": "bench_decoding", "kernels": "bench_kernels"}.get(sys.argv[1] if sys.argv[1:] else "")
-    if measured is None:
-        training()
-    else:
+    """Measure training steps, or what the first word says: how a run's drafter decodes, single operations, or rounds of
+    decoding without trained weights."""
+    word = sys.argv[1] if sys.argv[1:] else ""
+    if word in ("decoding", "kernels", "rounds"):
         del sys.argv[1]
-        importlib.import_module(f"eaglelab.cli.{measured}").main()
+        importlib.import_module(f"eaglelab.cli.bench_{word}").main()
+    else:
+        training()
 
 
 @command("bench")
@@ -28,7 +29,7 @@ def training(config: DictConfig) -> None:
     """Measure one training step of every variant, and the literal one beside it; prints tables."""
     import torch
 
-    from eaglelab.training.cost import Shape, cost_table, measure
+    from eaglelab.training.cost import Conditions, Shape, cost_table, measure
     from eaglelab.training.versus import (
         contest,
         contest_table,
@@ -46,8 +47,9 @@ def training(config: DictConfig) -> None:
         raise ValueError(f"variants={unknown[0]!r} is not one of {', '.join(VARIANTS)}")
     if config.steps < 1:
         raise ValueError(f"steps={config.steps}: measure at least one")
-    if config.device != "cpu" and (config.split or not torch.cuda.is_available()):
-        raise ValueError(f"device={config.device}: needs a GPU, and split=false, which is measured on the CPU alone")
+    conditions = Conditions(config.device, config.precision, config.random_features, config.kernels)
+    if config.device == "cuda" and (config.split or not torch.cuda.is_available()):
+        raise ValueError("device=cuda: needs a GPU, and split=false, which is measured on the CPU alone")
     growing = [config.growth] if isinstance(config.growth, str) else list(config.growth)
     if unknown := [over for over in growing if over not in config.points]:
         raise ValueError(f"growth={unknown[0]!r} is not one of {', '.join(config.points)}")
@@ -57,34 +59,33 @@ def training(config: DictConfig) -> None:
     points = {curve: points_for(curve[1], curve[0], list(config.points[curve[0]])) for curve in curves}
     out, shape = None if config.out is None else writable(config.out), Shape(**config.shape)
     cases = _cases(config, variants)
-    racing = config.ratios and len(cases) > 1
-    if not (config.split or config.literal or racing or curves):
+    if not cases or not (config.split or config.literal or config.shipped or curves):
         raise ValueError(
-            "nothing is left to measure: leave split or literal on, name quantities in growth, or give several "
-            "variants, whose steps are compared (ratios=true)"
+            "nothing is left to measure: leave split, shipped or literal on, or name quantities in growth; and name "
+            "variants"
         )
     found: dict[str, list[dict[str, Any]]] = {}
     if config.split:
         costs = [
-            measure(variant, shape, settings, steps=config.steps, name=name)
+            measure(variant, shape, settings, steps=config.steps, conditions=conditions, name=name)
             for name, (variant, settings) in cases.items()
         ]
         print(cost_table(costs), flush=True)
         found["split"] = [cost.to_dict() for cost in costs]
-    if racing:
-        steps = race(cases, shape, repetitions=config.steps, device=config.device)
+    if config.shipped:
+        steps = race(cases, shape, repetitions=config.steps, conditions=conditions)
         print(race_table(steps), flush=True)
-        found["ratios"] = [steps.to_dict()]
+        found["shipped"] = [steps.to_dict()]
     if config.literal:
         contests = [
-            contest(variant, shape, settings, repetitions=config.steps, device=config.device, name=name)
+            contest(variant, shape, settings, repetitions=config.steps, conditions=conditions, name=name)
             for name, (variant, settings) in cases.items()
         ]
         print(contest_table(contests), flush=True)
         found["literal"] = [one.to_dict() for one in contests]
     for over, name in curves:
         settings = next(settings for variant, settings in cases.values() if variant == name)
-        curve = growth(name, shape, settings, over, points[over, name], device=config.device)
+        curve = growth(name, shape, settings, over, points[over, name], conditions=conditions)
         print(growth_table(curve), flush=True)
         found.setdefault("growth", []).append(curve.to_dict())
     if out is not None:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import TYPE_CHECKING
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from eaglelab.cli.checks import writable
 from eaglelab.cli.config import register_resolvers
+from eaglelab.cli.decoding import trees_of
 from eaglelab.cli.errors import command
 from eaglelab.cli.quiet import quiet_libraries
-
-if TYPE_CHECKING:
-    from eaglelab.decoding import TreePolicy
 
 register_resolvers()
 
@@ -29,7 +26,7 @@ def main(config: DictConfig) -> None:
 
     quiet_libraries()
     folder = RunFolder.existing(config.run)
-    trees = _trees(config)
+    trees = trees_of(config)
     for name, value in (
         ("limit", config.limit),
         ("repetitions", config.repetitions),
@@ -63,29 +60,6 @@ def main(config: DictConfig) -> None:
         print(f"\nwritten: {out}")
     if speed.interrupted:
         raise SystemExit(130)
-
-
-def _trees(config: DictConfig) -> dict[str, TreePolicy]:
-    """Trees by a name that tells their settings.
-
-    Raises:
-        ValueError: no trees, one that is no mapping with a name, or settings that a tree does not take.
-    """
-    from eaglelab.decoding import make_tree
-
-    trees: dict[str, TreePolicy] = {}
-    asked = OmegaConf.to_container(config.trees)
-    for one in asked if isinstance(asked, list) else [asked]:
-        if not isinstance(one, dict) or "name" not in one:
-            raise ValueError(f"trees: {one!r} is no tree; write {{name: dynamic, width: 4, depth: 6, budget: 16}}")
-        tree = make_tree(**{str(key): value for key, value in one.items()})
-        if tree is None:
-            raise ValueError("trees: plain decoding is measured anyway; leave {name: none} out")
-        settings = [str(value) for key, value in one.items() if key != "name"]
-        trees[" ".join([str(one["name"]), "/".join(settings)]).strip()] = tree
-    if not trees:
-        raise ValueError("trees=[]: measure at least one")
-    return trees
 
 
 if __name__ == "__main__":

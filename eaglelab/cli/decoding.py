@@ -1,17 +1,17 @@
-"""Settings that `eaglelab evaluate` and `eaglelab generate` share."""
+"""Settings that verbs which decode share."""
 
 from __future__ import annotations
 
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from eaglelab.data import Conversation
-    from eaglelab.decoding import Sampling
+    from eaglelab.decoding import Sampling, TreePolicy
 
 
 def sampling_of(config: DictConfig) -> Sampling:
@@ -47,6 +47,29 @@ def prompts_of(config: DictConfig) -> tuple[str, Sequence[Conversation]]:
     if path != bundled_data("eval"):
         raise ValueError(f"suite={config.suite} and data.path={path} both name prompts; give one of the two")
     return str(config.suite), load_suite(str(config.suite), config.limit).prompts
+
+
+def trees_of(config: DictConfig) -> dict[str, TreePolicy]:
+    """Trees by a name that tells their settings.
+
+    Raises:
+        ValueError: no trees, one that is no mapping with a name, or settings that a tree does not take.
+    """
+    from eaglelab.decoding import make_tree
+
+    trees: dict[str, TreePolicy] = {}
+    asked = OmegaConf.to_container(config.trees)
+    for one in asked if isinstance(asked, list) else [asked]:
+        if not isinstance(one, dict) or "name" not in one:
+            raise ValueError(f"trees: {one!r} is no tree; write {{name: dynamic, width: 4, depth: 6, budget: 16}}")
+        tree = make_tree(**{str(key): value for key, value in one.items()})
+        if tree is None:
+            raise ValueError("trees: plain decoding is measured anyway; leave {name: none} out")
+        settings = [str(value) for key, value in one.items() if key != "name"]
+        trees[" ".join([str(one["name"]), "/".join(settings)]).strip()] = tree
+    if not trees:
+        raise ValueError("trees=[]: measure at least one")
+    return trees
 
 
 def telemetry_of(config: DictConfig) -> Telemetry:

@@ -15,7 +15,7 @@ VERBS = {
     "diff": "what separates two runs: eaglelab diff RUN RUN",
     "report": "a page to look at: eaglelab report compare=DIR, or trees=rounds.parquet for draft trees",
     "doctor": "which wiring was a drafter trained for: eaglelab doctor run=DIR",
-    "bench": "cost of training steps, of decoding, of kernels: eaglelab bench, bench decoding run=DIR, bench kernels",
+    "bench": "cost of steps, decoding, kernels: eaglelab bench, bench decoding run=DIR, bench kernels, bench rounds",
     "tune": "the fastest tree on this machine: eaglelab tune run=DIR",
     "generate": "answer a prompt, or a file of them to train on: eaglelab generate run=DIR data=FILE out=FILE",
     "import": "a published drafter becomes a run folder: eaglelab import source=DIR target.source=DIR out=DIR",

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 from pathlib import Path
 from typing import Any, Self
 
+import torch
 from torch import nn
 
 from eaglelab import assets
 from eaglelab.target import loading
 from eaglelab.target.fingerprint import stored_weights
 from eaglelab.target.frozen import FrozenTarget
+from eaglelab.target.random_llama import LlamaShape
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +53,14 @@ class HeadOnlyTarget(FrozenTarget):
         files = target.checkpoint_files
         target.source = "bundled" if bundled or files is None else files.source
         target._drop_layers(config)
+        return target
+
+    @classmethod
+    def random(cls, shape: LlamaShape, *, positions: int, dtype: torch.dtype, device: str = "cpu") -> HeadOnlyTarget:
+        """Of a random Llama of that shape; arguments as for :meth:`LlamaShape.build`."""
+        one = dataclasses.replace(shape, num_layers=1)
+        target = cls(one.build(positions=positions, dtype=dtype, device=device))
+        target._drop_layers(shape.config(positions))
         return target
 
     @classmethod

@@ -18,15 +18,82 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from eaglelab.data import Batch, compile_rows
 from eaglelab.evaluation.alternation import Spread
-from eaglelab.target import FrozenTarget
+from eaglelab.features.source import Features
+from eaglelab.kernels import KERNEL_CHOICES, KernelChoice
+from eaglelab.target import FINAL, FrozenTarget, HeadOnlyTarget, Tap
+from eaglelab.target.random_llama import LlamaShape
 from eaglelab.variants import VARIANTS, DraftingModule, OptimConfig, View
 
 Step = functools.partial[float]
 MMAP_THRESHOLD = -3  # glibc's mallopt
+PRECISIONS = ("32-true", "bf16-mixed")
 LABELS = {"target": "eaglelab::target", "head_and_loss": "eaglelab::head_and_loss", "optimizer": "Optimizer.step"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Conditions:
+    """Where a step runs, in which numbers, and on what.
+
+    Attributes:
+        device: ``cpu`` or ``cuda``.
+        precision: as ``trainer.precision``: ``32-true``, or ``bf16-mixed`` with a target in bfloat16. The drafter's
+            weights are float32 either way.
+        random_features: of a target without layers: only embedding and head exist, so that any width can be measured
+            where the whole target would not fit.
+        kernels: as in a training: ``auto``, or ``torch`` for PyTorch's operations alone.
+        threads: of the process that measures.
+    """
+
+    device: str = "cpu"
+    precision: str = "32-true"
+    random_features: bool = False
+    kernels: KernelChoice = "auto"
+    threads: int = dataclasses.field(default_factory=torch.get_num_threads)
+
+    def __post_init__(self) -> None:
+        known: dict[str, Sequence[str]] = {
+            "device": ("cpu", "cuda"),
+            "precision": PRECISIONS,
+            "kernels": KERNEL_CHOICES,
+        }
+        for name, values in known.items():
+            if getattr(self, name) not in values:
+                raise ValueError(f"{name}={getattr(self, name)} is unknown: use {' or '.join(values)}")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the target, its features, and the drafter's matrix products."""
+        return torch.float32 if self.precision == "32-true" else torch.bfloat16
+
+    def autocast(self) -> torch.autocast:
+        """What the trainer puts around a step."""
+        return torch.autocast(self.device, torch.bfloat16, enabled=self.precision == "bf16-mixed")
+
+
+class RandomFeatures:
+    """Features as random as the target's weights: [B, S, d] for each stream, made once and the same for all."""
+
+    has_last_feature = True
+
+    def __init__(self, target: FrozenTarget) -> None:
+        self.target = target
+        self._drawn: dict[tuple[int, ...], dict[Tap, Tensor]] = {}
+
+    def plan(self, batch: Batch) -> None:
+        """Nothing to plan: no target is run."""
+
+    def of(self, batch: Batch, taps: tuple[Tap, ...]) -> Features:
+        B, S = batch.tokens_BS.shape
+        drawn = self._drawn.setdefault((B, S), {})
+        for tap in (*taps, FINAL):
+            if tap not in drawn:
+                shape = B, S, self.target.hidden_size
+                drawn[tap] = torch.randn(shape, device=self.target.device, dtype=self.target.dtype)
+        return Features(drawn, drawn[FINAL], self.target.lm_head)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +102,7 @@ class Shape:
 
     Attributes:
         hidden_size, intermediate_size, num_layers, num_heads, vocab_size: of the target (and so of the drafter).
+        num_kv_heads: heads of keys and values; None: as many as ``num_heads``.
         batch, length: sequences, and tokens of each.
         segments: conversations of equal length packed in a sequence.
         answer: share of each, at its end, that is the answer; with 1 every row is supervised.
@@ -45,6 +113,7 @@ class Shape:
     num_layers: int = 12
     num_heads: int = 3
     vocab_size: int = 2048
+    num_kv_heads: int | None = None
     batch: int = 4
     length: int = 512
     segments: int = 1
@@ -53,32 +122,31 @@ class Shape:
     def __post_init__(self) -> None:
         if not 0 < self.answer <= 1:
             raise ValueError(f"shape.answer={self.answer} is a share of each conversation, above 0 and at most 1")
-        for name, value in dataclasses.asdict(self).items():
-            if name != "answer" and value < 1:
-                raise ValueError(f"shape.{name}={value} must be at least 1")
-        if self.hidden_size % self.num_heads or self.hidden_size // self.num_heads % 2:
-            raise ValueError(
-                f"shape.num_heads={self.num_heads} does not cut shape.hidden_size={self.hidden_size} into heads of "
-                "even width; change one of them"
-            )
+        for name in ("batch", "length", "segments"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"shape.{name}={getattr(self, name)} must be at least 1")
+        _ = self.llama
         if self.length < 8 * self.segments:
             raise ValueError(f"shape.length={self.length} is short for {self.segments} conversations; give 8 each")
 
-    def target(self) -> FrozenTarget:
-        from transformers import LlamaConfig, LlamaForCausalLM
+    @property
+    def llama(self) -> LlamaShape:
+        """The target's."""
+        groups = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+        sizes = self.hidden_size, self.intermediate_size, self.num_layers, self.num_heads, groups, self.vocab_size
+        return LlamaShape(*sizes, tied=True)
 
-        torch.manual_seed(0)
-        config = LlamaConfig(
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
-            num_hidden_layers=self.num_layers,
-            num_attention_heads=self.num_heads,
-            num_key_value_heads=self.num_heads,
-            vocab_size=self.vocab_size,
-            max_position_embeddings=max(self.length, 64),
-            tie_word_embeddings=True,
-        )
-        return FrozenTarget(LlamaForCausalLM(config))
+    @property
+    def positions(self) -> int:
+        return max(self.length, 64)
+
+    def target(self, conditions: Conditions | None = None) -> FrozenTarget:
+        """The random target; without its layers where features are drawn at random."""
+        conditions = conditions or Conditions()
+        where: Any = {"positions": self.positions, "dtype": conditions.dtype, "device": conditions.device}
+        if conditions.random_features:
+            return HeadOnlyTarget.random(self.llama, **where)
+        return FrozenTarget(self.llama.build(**where))
 
     def make_batch(self, length: int | None = None) -> Batch:
         B, S = self.batch, length or self.length
@@ -122,14 +190,21 @@ class StepCost:
 
 
 def measure(
-    variant: str, shape: Shape, settings: dict[str, Any] | None = None, *, steps: int = 5, name: str | None = None
+    variant: str,
+    shape: Shape,
+    settings: dict[str, Any] | None = None,
+    *,
+    steps: int = 5,
+    conditions: Conditions | None = None,
+    name: str | None = None,
 ) -> StepCost:
-    """Measure in fresh processes, so that one variant's memory is not another's.
+    """Measure in fresh processes on the CPU, so that one variant's memory is not another's.
 
     Args:
+        conditions: None: the default ones.
         name: what the case is called; None: as the variant.
     """
-    job = (variant, shape, settings or {}, steps, torch.get_num_threads())
+    job = (variant, shape, settings or {}, steps, conditions or Conditions())
     seconds, resident, split = in_fresh_process(_measure_time, job)
     peak = in_fresh_process(_measure_peak, job, return_freed_blocks)
     spread = Spread.of(seconds)
@@ -171,16 +246,20 @@ def _measure_peak(*job: Any) -> float:
     return peak_mib(_prepare(*job)[0])
 
 
-def _prepare(variant: str, shape: Shape, settings: dict[str, Any], steps: int, threads: int) -> tuple[Step, int]:
-    torch.set_num_threads(threads)
-    module = random_module(variant, shape, settings, lr=1e-4)
+def _prepare(
+    variant: str, shape: Shape, settings: dict[str, Any], steps: int, conditions: Conditions
+) -> tuple[Step, int]:
+    torch.set_num_threads(conditions.threads)
+    module = random_module(variant, shape, settings, conditions, lr=1e-4)
     optimizer, _ = module.optim.build(module.network.named_parameters(), steps)
-    _step(module, optimizer, shape.make_batch(length=32))  # libraries, kernels, optimizer state
-    return functools.partial(_step, module, optimizer, shape.make_batch()), steps
+    _step(module, optimizer, conditions, shape.make_batch(length=32))  # libraries, kernels, optimizer state
+    return functools.partial(_step, module, optimizer, conditions, shape.make_batch()), steps
 
 
-def random_module(variant: str, shape: Shape, settings: dict[str, Any], *, lr: float) -> DraftingModule:
-    """The variant on the shape's random target; every token counts as often in the answers.
+def random_module(
+    variant: str, shape: Shape, settings: dict[str, Any], conditions: Conditions, *, lr: float
+) -> DraftingModule:
+    """The variant on the shape's random target, on its device; every token counts as often in the answers.
 
     Raises:
         ValueError: a setting that only a whole training gives a meaning to, and what the variant says about the rest.
@@ -190,27 +269,30 @@ def random_module(variant: str, shape: Shape, settings: dict[str, Any], *, lr: f
             f"settings.{variant}.eagle_share={settings['eagle_share']} is a part of a training, and one step is "
             "measured: leave it out, or measure the steps of that part with passes=1 and top_weight=0"
         )
-    counts_V = torch.ones(shape.vocab_size)
-    return VARIANTS[variant](shape.target(), OptimConfig(lr=lr), answer_counts=lambda: counts_V, **settings)
+    counts_V, target = torch.ones(shape.vocab_size), shape.target(conditions)
+    source = RandomFeatures(target) if conditions.random_features else None
+    module = VARIANTS[variant](target, OptimConfig(lr=lr), answer_counts=lambda: counts_V, source=source, **settings)
+    return module.to(conditions.device)
 
 
 def peak_mib(work: Callable[[], object]) -> float:
     """Highest resident memory during ``work`` above what was resident before."""
-    before = _resident_mib("VmRSS")
+    before = resident_mib()
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     work()
-    return _resident_mib("VmHWM") - before
+    return resident_mib("VmHWM") - before
 
 
-def _step(module: DraftingModule, optimizer: torch.optim.Optimizer, batch: Batch) -> float:
+def _step(module: DraftingModule, optimizer: torch.optim.Optimizer, conditions: Conditions, batch: Batch) -> float:
     """The work of ``DraftingModule.training_step`` without a trainer; returns its seconds."""
     began = time.perf_counter()
-    with torch.profiler.record_function(LABELS["target"]):
-        view = View.of(batch, module.target, module.taps)
-    for one in module.passes(view):
-        one.loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    with conditions.autocast():
+        with torch.profiler.record_function(LABELS["target"]):
+            view = View.of(batch, module.target, module.taps, module.source)
+        for one in module.passes(view):
+            one.loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
     return time.perf_counter() - began
 
 
@@ -234,7 +316,8 @@ def _split(step: Step) -> dict[str, float]:
     return {name: microseconds / total for name, microseconds in spent.items()}
 
 
-def _resident_mib(field: str) -> float:
+def resident_mib(field: str = "VmRSS") -> float:
+    """Resident memory of this process: now, or its peak (``VmHWM``)."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field):
             return int(line.split()[1]) / 1024

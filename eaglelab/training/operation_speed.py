@@ -17,13 +17,11 @@ from eaglelab.evaluation.alternation import Spread, alternate, ratio
 from eaglelab.kernels import Kernel
 from eaglelab.objectives import soft_targets
 from eaglelab.objectives.soft_targets import BY_TORCH, Implementation, differentiable, terms_by_torch
-from eaglelab.training.work import copy_bytes
+from eaglelab.training.work import copy_bytes, synchronize
 
 EAGER, COMPILED, KERNEL = "eager", "compiled", "kernel"
 CALLS = {"cpu": 1, "cuda": 20}
 """Of an operation between two looks at the clock, by kind of device; a GPU is waited for once."""
-COPIED_MIB = {"cpu": 64, "cuda": 1024}
-"""Of the copy beside it: no cache holds them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +98,7 @@ def measure_operation(
     for case in operation.cases:
         refusal = operation.kernel.refusal(device, case.dtype)
         contestants = {name: _timed(call, device) for name, call in case.prepare().items()}
-        copied = {"copy": lambda: copy_bytes(COPIED_MIB[device.type], str(device))}
+        copied = {"copy": lambda: copy_bytes(device=str(device))}
         runs, interrupted = alternate(contestants | copied, repetitions, progress=case.name if progress else None)
         if interrupted:
             return found, True
@@ -134,19 +132,14 @@ def _timed(call: Callable[[], object], device: torch.device) -> Callable[[], flo
     calls = CALLS[device.type]
 
     def seconds() -> float:
-        _wait(device)
+        synchronize(device)
         began = time.perf_counter()
         for _ in range(calls):
             call()
-        _wait(device)
+        synchronize(device)
         return (time.perf_counter() - began) / calls
 
     return seconds
-
-
-def _wait(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.cuda.synchronize(device)
 
 
 # ---- the soft cross entropy --------------------------------------------------------------------------------------

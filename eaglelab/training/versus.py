@@ -16,9 +16,18 @@ from typing import Any
 import torch
 
 from eaglelab.evaluation.alternation import Spread, alternate, ratio
-from eaglelab.training.cost import Shape, in_fresh_process, peak_mib, random_module, return_freed_blocks
+from eaglelab.kernels import kernels
+from eaglelab.training.cost import (
+    Conditions,
+    Shape,
+    in_fresh_process,
+    peak_mib,
+    random_module,
+    resident_mib,
+    return_freed_blocks,
+)
 from eaglelab.training.literal import literal_loss
-from eaglelab.training.work import Work, copy_bytes, matmul_flops
+from eaglelab.training.work import Work, copy_bytes, matmul_flops, synchronize
 from eaglelab.variants import DraftingModule, View
 
 IMPLEMENTATIONS = ("shipped", "literal")
@@ -35,8 +44,9 @@ class Contest:
         name: what tells it from other settings of the variant.
         seconds: of each implementation; ratio: shipped over literal, repetition by repetition.
         peak_mib: memory in use at once at the step's peak, target pass included, above what was resident before.
-        flops, bytes: of a step (:class:`~eaglelab.training.work.Work`).
-        matmul_flops, copy_bytes: per second, of a plain product and a plain copy, measured between the steps.
+        flops, bytes: of a step in PyTorch's operations (:class:`~eaglelab.training.work.Work`).
+        matmul_flops, copy_bytes: per second, of a plain product in the step's number type and of a plain copy, measured
+            between the steps.
     """
 
     variant: str
@@ -78,13 +88,13 @@ def contest(
     settings: Settings | None = None,
     *,
     repetitions: int = 5,
-    device: str = "cpu",
+    conditions: Conditions | None = None,
     name: str | None = None,
 ) -> Contest:
-    """Measure both implementations of a variant's step, alternated, on ``device``."""
-    job = (variant, shape, settings or {}, torch.get_num_threads(), device)
+    """Measure both implementations of a variant's step, alternated; ``conditions`` None: the default ones."""
+    job = (variant, shape, settings or {}, conditions or Conditions())
     seconds, work, rates = in_fresh_process(_measure_seconds, (*job, repetitions))
-    peak = {name: in_fresh_process(_measure_peak, (*job, name), return_freed_blocks) for name in IMPLEMENTATIONS}
+    memory = {name: in_fresh_process(_measure_memory, (*job, name), return_freed_blocks) for name in IMPLEMENTATIONS}
     return Contest(
         variant,
         name or variant,
@@ -92,7 +102,7 @@ def contest(
         shape,
         {name: Spread.of(values) for name, values in seconds.items()},
         ratio(seconds["shipped"], seconds["literal"]),
-        peak,
+        {name: peak for name, (peak, _) in memory.items()},
         {name: counted[0] for name, counted in work.items()},
         {name: counted[1] for name, counted in work.items()},
         *rates,
@@ -100,78 +110,97 @@ def contest(
 
 
 def _measure_seconds(
-    variant: str, shape: Shape, settings: Settings, threads: int, device: str, repetitions: int
+    variant: str, shape: Shape, settings: Settings, conditions: Conditions, repetitions: int
 ) -> tuple[dict[str, list[float]], dict[str, tuple[int, int]], tuple[float, float]]:
-    module, step = _prepare(variant, shape, settings, threads, device, IMPLEMENTATIONS)
-    view = View.of(shape.make_batch().to(device), module.target, module.taps)
-    contestants: dict[str, Callable[[], float]] = {name: _timed(step, view, name, device) for name in IMPLEMENTATIONS}
-    rates = {"matmul": lambda: matmul_flops(device=device), "copy": lambda: copy_bytes(device=device)}
-    found, _ = alternate(contestants | rates, repetitions)
-    work = {}
-    for name in IMPLEMENTATIONS:
-        with Work() as counted:
-            step(view, name)
-        work[name] = counted.flops, counted.bytes
-    matmul, copy = (statistics.median(found.pop(name)) for name in rates)
+    module, step = _prepare(variant, shape, settings, conditions, IMPLEMENTATIONS)
+    view = _view(module, shape, conditions)
+    contestants = {name: _timed(step, view, name, conditions) for name in IMPLEMENTATIONS}
+    found, _ = alternate(contestants | _rates(conditions), repetitions)
+    work = {name: _work(step, view, name) for name in IMPLEMENTATIONS}
+    matmul, copy = (statistics.median(found.pop(name)) for name in RATES)
     return found, work, (matmul, copy)
 
 
-def _timed(step: Callable[[View, str], None], view: View, name: str, device: str) -> Callable[[], float]:
-    def seconds() -> float:
-        began = time.perf_counter()
+RATES = ("matmul", "copy")
+
+
+def _rates(conditions: Conditions) -> dict[str, Callable[[], float]]:
+    """Of a plain product in the step's number type and a plain copy, per second."""
+    device, dtype = conditions.device, conditions.dtype
+    return {"matmul": lambda: matmul_flops(device=device, dtype=dtype), "copy": lambda: copy_bytes(device=device)}
+
+
+def _work(step: Callable[[View, str], None], view: View, name: str) -> tuple[int, int]:
+    """Operations and bytes of a step. Kernels do not tell theirs, so PyTorch's operations take their place."""
+    with kernels("torch"), Work() as counted:
         step(view, name)
-        if device != "cpu":
-            torch.cuda.synchronize()
+    return counted.flops, counted.bytes
+
+
+def _view(module: DraftingModule, shape: Shape, conditions: Conditions, length: int | None = None) -> View:
+    batch = shape.make_batch(length).to(conditions.device)
+    with conditions.autocast():
+        return View.of(batch, module.target, module.taps, module.source)
+
+
+def _timed(step: Callable[[View, str], None], view: View, name: str, conditions: Conditions) -> Callable[[], float]:
+    def seconds() -> float:
+        synchronize(conditions.device)
+        began = time.perf_counter()
+        with kernels(conditions.kernels):
+            step(view, name)
+        synchronize(conditions.device)
         return time.perf_counter() - began
 
     return seconds
 
 
-def _measure_peak(variant: str, shape: Shape, settings: Settings, threads: int, device: str, name: str) -> float:
-    module, step = _prepare(variant, shape, settings, threads, device, (name,))
-    batch = shape.make_batch().to(device)
+def _measure_memory(
+    variant: str, shape: Shape, settings: Settings, conditions: Conditions, name: str
+) -> tuple[float, float]:
+    """MiB at the step's peak above what was there before, target pass included; and that: weights, optimizer state and,
+    on a CPU, libraries."""
+    module, step = _prepare(variant, shape, settings, conditions, (name,))
 
     def work() -> None:
-        step(View.of(batch, module.target, module.taps), name)
+        with kernels(conditions.kernels):
+            step(_view(module, shape, conditions), name)
 
-    if device == "cpu":
-        return peak_mib(work)
-    before = torch.cuda.memory_allocated()
+    if conditions.device == "cpu":
+        before = resident_mib()
+        return peak_mib(work), before
+    torch.cuda.synchronize()
+    allocated = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     work()
-    return (torch.cuda.max_memory_allocated() - before) / 2**20
+    return (torch.cuda.max_memory_allocated() - allocated) / 2**20, allocated / 2**20
 
 
 def _prepare(
-    variant: str,
-    shape: Shape,
-    settings: Settings,
-    threads: int,
-    device: str,
-    names: Sequence[str] = ("shipped",),
+    variant: str, shape: Shape, settings: Settings, conditions: Conditions, names: Sequence[str] = ("shipped",)
 ) -> tuple[DraftingModule, Callable[[View, str], None]]:
-    torch.set_num_threads(threads)
-    module = random_module(variant, shape, settings, lr=1e-6)
-    module.to(device)
-    module.target.to(device)
+    torch.set_num_threads(conditions.threads)
+    module = random_module(variant, shape, settings, conditions, lr=1e-6)
     optimizer, _ = module.optim.build(module.network.named_parameters(), 1)
 
     def step(view: View, name: str) -> None:
-        if name == "literal":
-            literal_loss(module, view).backward()
-        else:
-            for one in module.passes(view):
-                one.loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        with conditions.autocast():
+            if name == "literal":
+                literal_loss(module, view).backward()
+            else:
+                for one in module.passes(view):
+                    one.loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
-    short = View.of(shape.make_batch(length=32).to(device), module.target, module.taps)
-    for name in names:  # libraries, kernels, optimizer state
-        step(short, name)
+    short = _view(module, shape, conditions, length=32)
+    with kernels(conditions.kernels):
+        for name in names:  # libraries, kernels, optimizer state
+            step(short, name)
     return module, step
 
 
-# ---- variants against each other ---------------------------------------------------------------------------------
+# ---- the shipped steps, against each other --------------------------------------------------------------------------
 
 Cases = dict[str, tuple[str, Settings]]
 """Variant and settings by name."""
@@ -184,42 +213,91 @@ class Race:
     Attributes:
         seconds: of each case; cpu_seconds: of the process, which other jobs hardly lengthen.
         ratio, cpu_ratio: each over the first one, repetition by repetition.
+        peak_mib, held_mib: memory at the step's peak, above what was there before it; and that: weights, optimizer
+            state and, on a CPU, libraries. Each case in a process of its own.
+        flops, bytes: of a step in PyTorch's operations (:class:`~eaglelab.training.work.Work`).
+        matmul_flops, copy_bytes: per second, of a plain product in the step's number type and of a plain copy, measured
+            between the steps.
     """
 
     shape: Shape
+    conditions: Conditions
     seconds: dict[str, Spread]
     cpu_seconds: dict[str, Spread]
     ratio: dict[str, Spread]
     cpu_ratio: dict[str, Spread]
+    peak_mib: dict[str, float]
+    held_mib: dict[str, float]
+    flops: dict[str, int]
+    bytes: dict[str, int]
+    matmul_flops: float
+    copy_bytes: float
+
+    def tokens_per_s(self, name: str) -> float:
+        """All tokens of the batch, supervised or not."""
+        return self.shape.batch * self.shape.length / self.seconds[name].median
+
+    def utilisation(self, name: str) -> float:
+        """Share of the matrix product's rate."""
+        return self.flops[name] / self.seconds[name].median / self.matmul_flops
+
+    def traffic(self, name: str) -> float:
+        """Share of the copy's rate."""
+        return self.bytes[name] / self.seconds[name].median / self.copy_bytes
 
     def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        derived: dict[str, Callable[[str], float]] = {
+            "tokens_per_s": self.tokens_per_s,
+            "flop_utilisation": self.utilisation,
+            "share_of_copy": self.traffic,
+        }
+        named = {what: {name: of(name) for name in self.seconds} for what, of in derived.items()}
+        return dataclasses.asdict(self) | named
 
 
-def race(cases: Cases, shape: Shape, *, repetitions: int = 5, device: str = "cpu") -> Race:
-    """Measure the cases' steps; the first one is what the others are compared with."""
-    found = in_fresh_process(_measure_race, (cases, shape, torch.get_num_threads(), device, repetitions))
+def race(cases: Cases, shape: Shape, *, repetitions: int = 5, conditions: Conditions | None = None) -> Race:
+    """Measure the cases' steps; the first one is what the others are compared with.
+
+    Args:
+        conditions: None: the default ones.
+    """
+    conditions = conditions or Conditions()
+    found, work, rates = in_fresh_process(_measure_race, (cases, shape, conditions, repetitions))
+    memory = {
+        name: in_fresh_process(_measure_memory, (variant, shape, settings, conditions, "shipped"), return_freed_blocks)
+        for name, (variant, settings) in cases.items()
+    }
     wall, cpu = ({name: [times[part] for times in found[name]] for name in cases} for part in (0, 1))
     first = next(iter(cases))
     return Race(
         shape,
+        conditions,
         {name: Spread.of(values) for name, values in wall.items()},
         {name: Spread.of(values) for name, values in cpu.items()},
         {name: ratio(values, wall[first]) for name, values in wall.items()},
         {name: ratio(values, cpu[first]) for name, values in cpu.items()},
+        {name: peak for name, (peak, _) in memory.items()},
+        {name: held for name, (_, held) in memory.items()},
+        {name: flops for name, (flops, _) in work.items()},
+        {name: moved for name, (_, moved) in work.items()},
+        *rates,
     )
 
 
 def _measure_race(
-    cases: Cases, shape: Shape, threads: int, device: str, repetitions: int
-) -> dict[str, list[tuple[float, float]]]:
+    cases: Cases, shape: Shape, conditions: Conditions, repetitions: int
+) -> tuple[dict[str, list[tuple[float, float]]], dict[str, tuple[int, int]], tuple[float, float]]:
     contestants: dict[str, Callable[[], tuple[float, float]]] = {}
+    count: dict[str, Callable[[], tuple[int, int]]] = {}
     for name, (variant, settings) in cases.items():
-        module, step = _prepare(variant, shape, settings, threads, device)
-        view = View.of(shape.make_batch().to(device), module.target, module.taps)
-        contestants[name] = functools.partial(_both_times, _timed(step, view, "shipped", device))
-    found, _ = alternate(contestants, repetitions)
-    return found
+        module, step = _prepare(variant, shape, settings, conditions)
+        view = _view(module, shape, conditions)
+        contestants[name] = functools.partial(_both_times, _timed(step, view, "shipped", conditions))
+        count[name] = functools.partial(_work, step, view, "shipped")
+    rates = {name: functools.partial(_both_times, rate) for name, rate in _rates(conditions).items()}
+    found, _ = alternate(contestants | rates, repetitions)
+    matmul, copy = (statistics.median(rate for rate, _ in found.pop(name)) for name in RATES)
+    return found, {name: work() for name, work in count.items()}, (matmul, copy)
 
 
 def _both_times(timed: Callable[[], float]) -> tuple[float, float]:
@@ -228,19 +306,30 @@ def _both_times(timed: Callable[[], float]) -> tuple[float, float]:
 
 
 def race_table(one: Race) -> str:
-    """Plain text, one line per case."""
-    first = next(iter(one.seconds))
-    width = max(10, *(len(name) + 1 for name in one.seconds))
-    lines = [f"{'variant':<{width}}{'s/step':>8}{'quartiles':>16}   time over {first}         CPU time over {first}"]
+    """Plain text: one line per case, and with several of them a second table of how they compare."""
+    first, width = next(iter(one.seconds)), max(10, *(len(name) + 1 for name in one.seconds))
+    lines = [
+        f"{'variant':<{width}}{'s/step':>8}{'quartiles':>16}{'tokens/s':>10}{'GFLOP':>9}{'of matmul':>11}{'of copy':>9}"
+        f"{'peak MiB':>10}{'held MiB':>10}"
+    ]
     for name, spread in one.seconds.items():
         lines.append(
-            f"{name:<{width}}{spread.median:>8.3f}{spread.low:>8.3f}-{spread.high:<7.3f}   "
-            f"{one.ratio[name].times():<24} {one.cpu_ratio[name].times()}"
+            f"{name:<{width}}{spread.median:>8.3f}{spread.low:>8.3f}-{spread.high:<7.3f}{one.tokens_per_s(name):>10,.0f}"
+            f"{one.flops[name] / 1e9:>9.1f}{one.utilisation(name):>11.0%}{one.traffic(name):>9.0%}"
+            f"{one.peak_mib[name]:>10.0f}{one.held_mib[name]:>10.0f}"
         )
-    lines.append(
+    if len(one.seconds) > 1:
+        lines += ["", f"{'':<{width}}{f'time over {first}':<26}CPU time over {first}"]
+        for name in one.seconds:
+            lines.append(f"{name:<{width}}{one.ratio[name].times():<26}{one.cpu_ratio[name].times()}")
+    at, features = one.conditions, "random" if one.conditions.random_features else "the target's"
+    lines += [
+        f"{at.device}, {at.precision}, {features} features, kernels={at.kernels}; matmul "
+        f"{one.matmul_flops / 1e9:,.0f} GFLOP/s in {str(at.dtype).removeprefix('torch.')}, copy "
+        f"{one.copy_bytes / 1e9:,.1f} GB/s",
         f"alternated in one process, {len(one.seconds[first].values)} repetitions; a step on given features, the "
-        "target's own pass apart"
-    )
+        "target's own pass apart; peak memory is above what is held before the step",
+    ]
     return "\n".join(lines)
 
 
@@ -296,12 +385,19 @@ def points_for(variant: str, over: str, points: Sequence[int]) -> list[int]:
 
 
 def growth(
-    variant: str, shape: Shape, settings: Settings, over: str, points: Sequence[int], *, device: str = "cpu"
+    variant: str,
+    shape: Shape,
+    settings: Settings,
+    over: str,
+    points: Sequence[int],
+    *,
+    conditions: Conditions | None = None,
 ) -> Growth:
     """Measure the shipped step at every point.
 
     Args:
         over: one of :func:`quantities`.
+        conditions: None: the default ones.
 
     Raises:
         ValueError: see :func:`points_for`.
@@ -314,16 +410,15 @@ def growth(
             at = dataclasses.replace(shape, **{over: point})
         else:
             changed["passes" if (variant, over) == ("hass", "steps") else over] = point
-        job = (variant, at, changed, torch.get_num_threads(), device)
+        job = (variant, at, changed, conditions or Conditions())
         seconds.append(in_fresh_process(_shipped_seconds, job))
-        peak.append(in_fresh_process(_measure_peak, (*job, "shipped"), return_freed_blocks))
+        peak.append(in_fresh_process(_measure_memory, (*job, "shipped"), return_freed_blocks)[0])
     return Growth(variant, over, points, seconds, peak)
 
 
-def _shipped_seconds(variant: str, shape: Shape, settings: Settings, threads: int, device: str) -> float:
-    module, step = _prepare(variant, shape, settings, threads, device)
-    view = View.of(shape.make_batch().to(device), module.target, module.taps)
-    timed = _timed(step, view, "shipped", device)
+def _shipped_seconds(variant: str, shape: Shape, settings: Settings, conditions: Conditions) -> float:
+    module, step = _prepare(variant, shape, settings, conditions)
+    timed = _timed(step, _view(module, shape, conditions), "shipped", conditions)
     timed()
     return min(timed() for _ in range(2))
 

@@ -50,26 +50,41 @@ def _bytes(tree: Any) -> int:
     return sum(x.numel() * x.element_size() for x in tree_leaves(tree) if isinstance(x, Tensor))
 
 
-def matmul_flops(size: int = 1024, device: str = "cpu", dtype: torch.dtype = torch.float32) -> float:
-    """Operations per second of a square matrix product."""
+MATMUL_SIZE = {"cpu": 1024, "cuda": 8192}
+"""Rows and columns, by kind of device: large enough that a launch is no part of the time."""
+COPIED_MIB = {"cpu": 64, "cuda": 1024}
+"""Of a copy: no cache holds them."""
+
+
+def matmul_flops(size: int | None = None, device: str = "cpu", dtype: torch.dtype = torch.float32) -> float:
+    """Operations per second of a square matrix product; ``size`` None: :data:`MATMUL_SIZE`."""
+    size = MATMUL_SIZE[torch.device(device).type] if size is None else size
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     return 2 * size**3 / _fastest(lambda: a @ b, device)
 
 
-def copy_bytes(mebibytes: int = 64, device: str = "cpu") -> float:
-    """Bytes per second that a copy reads and writes."""
+def copy_bytes(mebibytes: int | None = None, device: str = "cpu") -> float:
+    """Bytes per second that a copy reads and writes; ``mebibytes`` None: :data:`COPIED_MIB`."""
+    mebibytes = COPIED_MIB[torch.device(device).type] if mebibytes is None else mebibytes
     source = torch.ones(mebibytes * 2**18, device=device)
     goal = torch.empty_like(source)
     return 2 * source.nbytes / _fastest(lambda: goal.copy_(source), device)
 
 
+def synchronize(device: torch.device | str) -> None:
+    """Wait until a CUDA device has done what it was given."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def _fastest(work: Callable[[], object], device: str, repeats: int = 3) -> float:
     def seconds() -> Iterable[float]:
         for _ in range(repeats + 1):
+            synchronize(device)
             began = time.perf_counter()
             work()
-            if device != "cpu":
-                torch.cuda.synchronize()
+            synchronize(device)
             yield time.perf_counter() - began
 
     return min(seconds())

@@ -5,9 +5,14 @@ import json
 import os
 
 import pytest
+import torch
 
-from eaglelab.training.cost import Shape, in_fresh_process, measure
-from eaglelab.training.versus import exponent
+from eaglelab.kernels import selection
+from eaglelab.target.shape import TargetShape
+from eaglelab.training.cost import Conditions, Shape, in_fresh_process, measure, random_module
+from eaglelab.training.flops import Load, step_flops
+from eaglelab.training.versus import exponent, race, race_table
+from eaglelab.variants import VARIANTS
 from tests.cli.conftest import run
 
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_layers": 7, "num_heads": 2, "vocab_size": 64}
@@ -17,7 +22,7 @@ SMALL = [*(f"shape.{name}={value}" for name, value in TINY.items()), "shape.batc
 
 
 def test_bench_prints_and_saves_every_variant(tmp_path):
-    done = run("bench", *SMALL, "literal=false", "ratios=false", "out=cost.json", cwd=tmp_path)
+    done = run("bench", *SMALL, "literal=false", "shipped=false", "out=cost.json", cwd=tmp_path)
     costs = json.loads((tmp_path / "cost.json").read_text())["split"]
     assert [cost["variant"] for cost in costs] == ["eagle", "hass", "eagle3"]
     for cost in costs:
@@ -31,7 +36,14 @@ def test_bench_prints_and_saves_every_variant(tmp_path):
 @pytest.mark.slow
 def test_bench_beside_the_literal_implementation_and_over_length(tmp_path):
     """What is printed is what is saved; ratios are taken repetition by repetition."""
-    settings = ["variants=eagle3", "split=false", "growth=length", "points.length=[32,64,128]", "out=found.json"]
+    settings = [
+        "variants=eagle3",
+        "split=false",
+        "shipped=false",
+        "growth=length",
+        "points.length=[32,64,128]",
+        "out=found.json",
+    ]
     done = run("bench", *SMALL, "settings.eagle3.draft_vocab_size=40", *settings, cwd=tmp_path)
     found = json.loads((tmp_path / "found.json").read_text())
     assert found.keys() == {"literal", "growth"}
@@ -50,14 +62,20 @@ def test_bench_beside_the_literal_implementation_and_over_length(tmp_path):
     assert f"exponent {curve['exponent_mib']:.2f}" in done.stdout or f"{curve['exponent_mib']:.2f} (last" in done.stdout
 
 
-def test_steps_of_several_cases_are_compared_in_one_process(tmp_path):
+@pytest.fixture
+def in_this_process(monkeypatch):
+    """Not in fresh ones, which take seconds to start."""
+    monkeypatch.setattr("eaglelab.training.versus.in_fresh_process", lambda work, job, start=None: work(*job))
+
+
+def test_shipped_steps_are_compared_in_one_process(tmp_path, in_this_process):
     """Ratios are taken repetition by repetition, over the first case; each draft vocabulary is a case."""
     both = "draft_vocab_sizes=[20,40]"
     settings = ["variants=[eagle,eagle3]", both, "split=false", "literal=false", "shape.answer=1", "out=found.json"]
     done = run("bench", *SMALL, *settings, cwd=tmp_path)
     found = json.loads((tmp_path / "found.json").read_text())
-    assert found.keys() == {"ratios"}
-    (race,) = found["ratios"]
+    assert found.keys() == {"shipped"}
+    (race,) = found["shipped"]
     names = ["eagle", "eagle3 20", "eagle3 40"]
     assert list(race["seconds"]) == list(race["ratio"]) == names
     for times, ratios in (("seconds", "ratio"), ("cpu_seconds", "cpu_ratio")):
@@ -70,9 +88,38 @@ def test_steps_of_several_cases_are_compared_in_one_process(tmp_path):
     assert race["shape"]["answer"] == 1
 
 
+@pytest.mark.parametrize("variant", ["eagle", "hass", "eagle3"])
+def test_a_wide_step_needs_no_target(variant, in_this_process):
+    """Heads that share keys, bfloat16 under float32 weights, random features; operations are those of `plan`, without
+    the target's, and rates are divided by those of the same call."""
+    shape = Shape(**TINY | {"num_heads": 4, "num_kv_heads": 2}, batch=1, length=64, answer=1)
+    conditions = Conditions(precision="bf16-mixed", random_features=True)
+    settings = {"draft_vocab_size": 40} if variant == "eagle3" else {}
+    one = race({variant: (variant, settings)}, shape, repetitions=1, conditions=conditions)
+
+    module = random_module(variant, shape, settings, conditions, lr=1e-3)
+    target = module.target
+    assert target.dtype == torch.bfloat16 and target.num_layers == 7 and not list(target.decoder.layers)
+    assert {p.dtype for p in module.network.parameters()} == {torch.float32}
+    assert (module.drafter_config.num_attention_heads, module.drafter_config.num_key_value_heads) == (4, 2)
+    of_target = TargetShape.of_config(target.text_config)
+    wanted = step_flops(of_target, module.drafter_config, module.contract, Load(1, 64), online=False)
+    assert one.flops[variant] == pytest.approx(wanted.total, rel=0.01)
+
+    seconds = one.seconds[variant].median
+    assert one.tokens_per_s(variant) == pytest.approx(64 / seconds)
+    told = json.loads(json.dumps(one.to_dict()))
+    assert told["flop_utilisation"][variant] == pytest.approx(wanted.total / seconds / one.matmul_flops, rel=0.01)
+    assert told["conditions"]["precision"] == "bf16-mixed"
+    assert one.peak_mib[variant] >= 0 and one.held_mib[variant] > 0
+    table = race_table(one)
+    assert "in bfloat16" in table and "random features" in table and " over " not in table
+
+
 def test_bench_kernels_prints_and_saves_every_case_and_says_why_no_kernel_ran(tmp_path):
     shapes = "{rows: 3, vocab_sizes: [11, 50], draft_vocab_sizes: 7, steps: 2, dtypes: [bf16, float32]}"
-    settings = ["repetitions=2", "out=found.json"]
+    attention = "{batch: 2, rows: 12, heads: 4, groups: 2, head_dim: 8, segments: 1, steps: [0, 1], dtypes: fp32}"
+    settings = [f"attention={attention}", "repetitions=2", "out=found.json"]
     done = run("bench", "kernels", f"soft_cross_entropy={shapes}", *settings, cwd=tmp_path)
     found = json.loads((tmp_path / "found.json").read_text())
     assert not found["interrupted"]
@@ -92,6 +139,27 @@ def test_bench_kernels_prints_and_saves_every_case_and_says_why_no_kernel_ran(tm
     assert (
         "the fused soft cross entropy is not usable here: it is not written for cpu and torch.bfloat16" in done.stdout
     )
+    plain, own = found["attention"]
+    assert (plain["setting"]["steps"], own["setting"]["steps"]) == (0, 1)
+    assert list(plain["contestants"]) == ["blocks", "masked", "causal"] and list(own["contestants"]) == ["blocks"]
+    for one in (plain, own):
+        blocks = one["contestants"]["blocks"]
+        assert len(blocks["seconds"]["values"]) == 2 and blocks["speedup"]["values"] == [1, 1]
+        flops_per_s = one["flops"] / blocks["seconds"]["median"]
+        assert blocks["share_of_matmul"] == pytest.approx(flops_per_s / one["matmul_flops_per_s"])
+    assert "float32, 12 rows, 1 segment, 1 own key" in done.stdout
+
+
+def test_bench_rounds_prints_and_saves_what_it_measured(tmp_path):
+    settings = ["prompt_tokens=3", "rounds=2", "repetitions=1", "acceptance=2", "trees=[{name:chain,depth:2}]"]
+    shape = ["shape.num_layers=7", "shape.hidden_size=32"]
+    done = run("bench", "rounds", *settings, *shape, "out=found.json", cwd=tmp_path)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["setting"]["shape"] | {"num_layers": 7, "hidden_size": 32} == found["setting"]["shape"]
+    assert found["accepted"] == [2, 2] and found["tau"] == 3
+    (tree,) = found["trees"].values()
+    assert tree["accepted_as_scripted"] and tree["text_of_plain_decoding"]
+    assert f"{tree['speedup']['median']:.2f}x (" in done.stdout and "chain 2" in done.stdout
 
 
 @pytest.mark.parametrize(("answer", "supervised"), [(0.5, 16), (1.0, 31), (0.25, 8), (1e-3, 1)])
@@ -116,8 +184,8 @@ def test_bad_input_ends_in_one_message(tmp_path):
         (["steps=0"], "steps=0"),
         (["growth=depth"], "growth='depth'"),
         (["growth=steps", "variants=eagle"], "is no quantity of eagle"),
-        (["split=false", "literal=false", "variants=hass"], "nothing is left to measure: leave split or literal on"),
-        (["split=false", "literal=false", "ratios=false"], "nothing is left to measure"),
+        (["split=false", "literal=false", "shipped=false"], "nothing is left to measure: leave split, shipped or"),
+        (["device=cuda", "split=false"], "device=cuda: needs a GPU"),
         (["+settings.hass.eagle_share=0.5", *SMALL], "passes=1 and top_weight=0"),
         (["settings.eagle=3"], "settings.eagle: 3 is no mapping of switches"),
         (["shape.answer=1.5"], "shape.answer=1.5 is a share"),
@@ -127,6 +195,34 @@ def test_bad_input_ends_in_one_message(tmp_path):
         assert done.returncode == 1
         assert message in done.stderr
         assert "Traceback" not in done.stderr
+
+
+def test_steps_are_measured_with_the_kernels_that_are_asked_for_and_counted_without(in_this_process, monkeypatch):
+    """A kernel cannot tell its operations."""
+    seen = []
+
+    def passes(self, view, original=VARIANTS["eagle"].passes):
+        seen.append(selection._choice)
+        return original(self, view)
+
+    monkeypatch.setattr(VARIANTS["eagle"], "passes", passes)
+    for choice in ("auto", "torch"):
+        seen.clear()
+        race({"eagle": ("eagle", {})}, Shape(**TINY, length=64), repetitions=1, conditions=Conditions(kernels=choice))
+        # warming up and two runs, the count, warming up and memory
+        assert seen == [choice] * 3 + ["torch"] + [choice] * 2
+
+
+def test_shapes_and_conditions_that_cannot_be_are_refused():
+    for build, message in (
+        (lambda: Conditions(precision="fp16"), "precision=fp16 is unknown: use 32-true or bf16-mixed"),
+        (lambda: Conditions("tpu"), "device=tpu is unknown: use cpu or cuda"),
+        (lambda: Conditions(kernels="triton"), "kernels=triton is unknown: use auto or torch"),
+        (lambda: Shape(num_kv_heads=2), "shape.num_kv_heads=2 heads of keys cannot be shared by shape.num_heads=3"),
+        (lambda: Shape(num_kv_heads=0), "shape.num_kv_heads=0 must be at least 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            build()
 
 
 WIDE = Shape(hidden_size=256, intermediate_size=768, num_layers=7, num_heads=4, vocab_size=32768, batch=1, length=2048)

@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from eaglelab.evaluation import attention_speed
-from eaglelab.evaluation.attention_speed import AttentionContest, attention_contest
+from eaglelab.training import attention_speed
+from eaglelab.training.attention_speed import AttentionContest, attention_contest, attention_table
 from tests.drafters.test_flex import uncompiled
 
 CPU = torch.device("cpu")
@@ -32,6 +32,7 @@ def test_who_takes_part(segments, steps, with_flex, names, monkeypatch):
     told = json.loads(json.dumps(contest.to_dict()))
     assert told["setting"]["segments"] == segments
     assert told["contestants"]["blocks"]["peak_bytes"] is None
+    assert (told["refusal"] is None) == with_flex
 
 
 @pytest.mark.parametrize(("segments", "steps"), [(1, 0), (3, 0), (3, 2)])
@@ -47,6 +48,17 @@ def test_all_compute_the_same(segments, steps, monkeypatch):
     assert len(outs) >= 2
     for out in outs[1:]:
         torch.testing.assert_close(out, outs[0])
+
+
+def test_only_pairs_that_see_each_other_are_counted():
+    """Two segments of 3 and 2 rows: 6 and 3 pairs, in each of two sequences and four heads of 8."""
+    contest = attention_contest(5, 4, 8, 2, 2, 0, CPU, torch.float32, 1, groups=2)
+    assert contest.flops == 14 * 2 * (6 + 3) * 4 * 8
+    share = contest.flops / contest.seconds["blocks"][0] / contest.matmul_flops
+    assert contest.of_matmul("blocks") == pytest.approx(share)
+    table = attention_table([contest])
+    assert "2 x 4 heads of 8 over 2 of keys" in table and "float32, 5 rows, 2 segments, 0 own keys" in table
+    assert table.endswith("FlexAttention is not usable here: it is not written for cpu and torch.float32")
 
 
 def test_a_speedup_is_the_ratio_within_a_repetition():

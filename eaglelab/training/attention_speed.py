@@ -5,6 +5,7 @@ Letters: B sequences, R rows, H heads, G key/value heads, D head width, s draft 
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,13 +15,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from eaglelab.drafters.flex import block_mask, flex_joint_attention, flex_usable
+from eaglelab.drafters.flex import block_mask, flex_joint_attention, flex_kernel, flex_usable
 from eaglelab.drafters.joint import joint_attention
 from eaglelab.drafters.native import MASKED_ROWS, BlockedAttention
 from eaglelab.evaluation.alternation import Spread, alternate, ratio
+from eaglelab.training.work import matmul_flops, synchronize
 
 Attention = Callable[..., Tensor]
 """(q, k, v, *own keys, *own values) -> [B, H, R, D]."""
+CALLS = {"cpu": 1, "cuda": 20}
+"""Between two looks at the clock, by kind of device; a GPU is waited for once."""
+PAIR_FLOPS = 14
+"""Per pair of row and key, and per number of a head: two products forward, five backward, of which one computes the
+scores again."""
 
 
 @dataclass
@@ -29,17 +36,35 @@ class AttentionContest:
 
     Attributes:
         setting: the arguments.
-        seconds: by contestant, one per repetition: ``blocks``, which runs anywhere and is what others are compared
-            with; ``flex`` where it is usable; of a step without own keys ``masked`` (one kernel with a mask of all
-            pairs, of which training has none longer) and, of one segment, ``causal``.
+        seconds: of a call by contestant, one per repetition: ``blocks``, which runs anywhere and is what others are
+            compared with; ``flex`` where it is usable; of a step without own keys ``masked`` (one kernel with a mask of
+            all pairs, of which training has none longer) and, of one segment, ``causal``.
         peak_bytes: what each took at once beside its inputs and masks; of CUDA devices.
+        flops: of the pairs of row and native key that see each other, forward and backward; what a kernel computes of
+            other pairs is none of it.
+        matmul_flops: per second, of a plain product in the same number type, measured in between.
+        refusal: why flex is not among them; None: it is.
         interrupted: Ctrl-C ended it early.
     """
 
     setting: dict[str, Any]
     seconds: dict[str, list[float]]
     peak_bytes: dict[str, int] = field(default_factory=dict)
+    flops: int = 0
+    matmul_flops: float = 0.0
+    refusal: str | None = None
     interrupted: bool = False
+
+    @property
+    def name(self) -> str:
+        """What tells it from others of the same heads."""
+        at, parts = self.setting, [self.setting["dtype"], f"{self.setting['rows']:,} rows"]
+        counted = (("segments", "segment"), ("steps", "own key"))
+        return ", ".join(parts + [f"{at[n]} {what}{'' if at[n] == 1 else 's'}" for n, what in counted])
+
+    def of_matmul(self, name: str) -> float:
+        """The matrix product's time for the flops over a contestant's."""
+        return self.flops / Spread.of(self.seconds[name]).median / self.matmul_flops
 
     def speedup(self) -> dict[str, Spread]:
         """How many times as fast as the blocks, by contestant."""
@@ -51,10 +76,12 @@ class AttentionContest:
                 "seconds": Spread.of(self.seconds[name]).to_dict(),
                 "speedup": speedup.to_dict(),
                 "peak_bytes": self.peak_bytes.get(name),
+                "share_of_matmul": self.of_matmul(name),
             }
             for name, speedup in self.speedup().items()
         }
-        return {"setting": self.setting, "interrupted": self.interrupted, "contestants": contestants}
+        rates = {"flops": self.flops, "matmul_flops_per_s": self.matmul_flops, "refusal": self.refusal}
+        return {"setting": self.setting, "interrupted": self.interrupted, **rates, "contestants": contestants}
 
 
 def attention_contest(
@@ -84,10 +111,7 @@ def attention_contest(
         ValueError: more segments than rows, or heads that do not share their groups evenly.
     """
     groups = heads if groups is None else groups
-    if not 1 <= segments <= rows:
-        raise ValueError(f"segments={segments} must be between 1 and rows={rows}")
-    if heads % groups:
-        raise ValueError(f"heads={heads} must be a multiple of groups={groups}")
+    check_sizes(rows, heads, groups, segments)
     shapes = [(heads, rows), *[(groups, rows)] * (2 + 2 * steps)]
     drawn = [torch.randn(batch, *shape, head_dim, device=device, dtype=dtype, requires_grad=True) for shape in shapes]
     weight = torch.randn(batch, heads, rows, head_dim, device=device, dtype=dtype)
@@ -100,10 +124,51 @@ def attention_contest(
 
     contestants = _contestants(drawn, start_1R, row_R, steps, segments)
     runs = {name: (lambda name=name, attend=attend: run(name, attend)) for name, attend in contestants.items()}
-    seconds, interrupted = alternate(runs, repetitions, progress=progress)
+    rate = {"matmul": lambda: matmul_flops(device=str(device), dtype=dtype)}
+    seconds, interrupted = alternate(runs | rate, repetitions, progress=progress)
+    rates = seconds.pop("matmul")
+    pairs = batch * int((row_R - start_1R + 1).sum())
     setting: dict[str, Any] = {"rows": rows, "heads": heads, "groups": groups, "head_dim": head_dim, "batch": batch}
     setting |= {"segments": segments, "steps": steps, "device": str(device), "dtype": str(dtype).split(".")[-1]}
-    return AttentionContest(setting, seconds, peak, interrupted)
+    return AttentionContest(
+        setting,
+        seconds,
+        peak,
+        flops=PAIR_FLOPS * pairs * heads * head_dim,
+        matmul_flops=statistics.median(rates) if rates else 0.0,
+        refusal=None if "flex" in contestants else flex_kernel(heads, groups, head_dim).refusal(device, dtype),
+        interrupted=interrupted,
+    )
+
+
+def attention_table(contests: Sequence[AttentionContest]) -> str:
+    """Plain text: one line per contestant, and one for every reason why FlexAttention is not among them."""
+    at = contests[0].setting
+    width = max(len(one.name) for one in contests) + 2
+    lines = [
+        f"attention of a draft step and its gradients, {at['batch']} x {at['heads']} heads of {at['head_dim']} over "
+        f"{at['groups']} of keys",
+        f"{'':<{width}}{'':<8}{'ms':>9}{'quartiles':>18}{'of matmul':>11}{'peak MiB':>10}   times as fast as blocks",
+    ]
+    for one in contests:
+        for name, speedup in one.speedup().items():
+            spread, peak = Spread.of(one.seconds[name]), one.peak_bytes.get(name)
+            quartiles = f"{1e3 * spread.low:.2f} to {1e3 * spread.high:.2f}"
+            lines.append(
+                f"{one.name if name == 'blocks' else '':<{width}}{name:<8}{1e3 * spread.median:>9.2f}{quartiles:>18}"
+                f"{one.of_matmul(name):>11.0%}{'' if peak is None else f'{peak / 2**20:.0f}':>10}"
+                f"   {speedup.times() if name != 'blocks' else ''}".rstrip()
+            )
+    reasons = dict.fromkeys(one.refusal for one in contests if one.refusal is not None)
+    return "\n".join(lines + [f"FlexAttention is not usable here: {reason}" for reason in reasons])
+
+
+def check_sizes(rows: int, heads: int, groups: int, segments: int) -> None:
+    """Raises ValueError for more segments than rows, or heads that do not share their groups evenly."""
+    if not 1 <= segments <= rows:
+        raise ValueError(f"segments={segments} must be between 1 and rows={rows}")
+    if heads % groups:
+        raise ValueError(f"heads={heads} must be a multiple of groups={groups}")
 
 
 def _contestants(
@@ -142,16 +207,17 @@ def _contestants(
 
 
 def _timed(name: str, run: Callable[[], object], device: torch.device, peak: dict[str, int]) -> float:
-    """Seconds; on CUDA also the most that was allocated on top of what was there before."""
-    if device.type != "cuda":
-        began = time.perf_counter()
+    """Seconds of a call; on CUDA also the most that was allocated on top of what was there before."""
+    cuda, calls = device.type == "cuda", CALLS[device.type]
+    synchronize(device)
+    if cuda:
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+    began = time.perf_counter()
+    for _ in range(calls):
         run()
-        return time.perf_counter() - began
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before, began = torch.cuda.memory_allocated(device), time.perf_counter()
-    run()
-    torch.cuda.synchronize(device)
-    seconds = time.perf_counter() - began
-    peak[name] = torch.cuda.max_memory_allocated(device) - before
+    synchronize(device)
+    seconds = (time.perf_counter() - began) / calls
+    if cuda:
+        peak[name] = torch.cuda.max_memory_allocated(device) - before
     return seconds

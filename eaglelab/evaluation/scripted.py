@@ -1,0 +1,133 @@
+"""A drafter that does all of its work and whose proposals are accepted as a script says: speed without trained weights.
+
+Letters: B sequences (one), W frontier nodes, V draft vocabulary, d hidden width, L levels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from eaglelab.decoding import TreePolicy
+from eaglelab.decoding.policies.dynamic import DynamicTree
+from eaglelab.decoding.policies.fixed import FixedTree
+from eaglelab.drafters import SlotDrafter
+from eaglelab.drafters.runtime import DraftState
+
+
+class ScriptedDrafter(SlotDrafter):
+    """A drafter whose own network and head run, before some of its log-probabilities are written over.
+
+    In each round the continuation of the text is made the most likely path, as deep as the script says, and what would
+    follow impossible. Every tree here keeps the most likely child of the most likely path, and forwards it as the first
+    node of its level, so that nothing but the first row of a level has to be written to.
+
+    Args:
+        drafter: does the work.
+        text: token ids, prompt included, as the target itself goes on with it.
+        accepted: tokens to accept, round by round, from the beginning again when they are used up.
+
+    Attributes:
+        calls: of ``extend``, ``step`` and ``log_probs`` since the last :meth:`new_state`.
+    """
+
+    def __init__(self, drafter: SlotDrafter, text: Sequence[int], accepted: Sequence[int]) -> None:
+        super().__init__(drafter.network, drafter.target, drafter.taps)
+        self.text, self.accepted = list(text), list(accepted)
+        every_V = torch.arange(self._vocabulary, device=self.target.device)
+        self._draft_ids = {id: place for place, id in enumerate(self.to_target_ids(every_V).tolist())}
+        self._begin()
+
+    @property
+    def _vocabulary(self) -> int:
+        config = self.network.config
+        return config.draft_vocab_size or config.vocab_size
+
+    def _begin(self) -> None:
+        self.calls = {"extend": 0, "step": 0, "log_probs": 0}
+        self._round, self._level, self._frontier = -1, 0, 0
+
+    def new_state(self, batch: int, capacity: int, room: int | None = None) -> DraftState:
+        """As before; the script begins anew.
+
+        Raises:
+            ValueError: several sequences.
+        """
+        if max(batch, room or 0) != 1:
+            raise ValueError(f"a script is for one sequence, and {max(batch, room or 0)} are to be decoded")
+        self._begin()
+        return super().new_state(batch, capacity, room)
+
+    def extend(
+        self,
+        state: DraftState,
+        features_BNF: Tensor,
+        tokens_BN: Tensor,
+        position_BN: Tensor,
+        counts: Sequence[int] | None = None,
+    ) -> Tensor:
+        hidden_BNd = super().extend(state, features_BNF, tokens_BN, position_BN, counts)
+        self.calls["extend"] += 1
+        (self._frontier,) = state.lengths
+        return hidden_BNd
+
+    def step(
+        self,
+        state: DraftState,
+        hidden_BWd: Tensor,
+        tokens_BW: Tensor,
+        position_BW: Tensor,
+        ancestor_BWP: Tensor | None = None,
+    ) -> Tensor:
+        self.calls["step"] += 1
+        return super().step(state, hidden_BWd, tokens_BW, position_BW, ancestor_BWP)
+
+    def discard(self, state: DraftState) -> None:
+        super().discard(state)
+        self._level = 0
+
+    def log_probs(self, hidden: Tensor) -> Tensor:
+        """[B, W, d] -> [B, W, V]; what belongs to the script is written into the first row.
+
+        Raises:
+            ValueError: the text to be drafted is not in the draft vocabulary.
+        """
+        log_p_BWV = super().log_probs(hidden)
+        self.calls["log_probs"] += 1
+        self._round += self._level == 0
+        self._level += 1
+        depth = self.accepted[self._round % len(self.accepted)]
+        place = self._frontier + self._level
+        token = self.text[place] if place < len(self.text) else None
+        draft_id = self._draft_ids.get(token) if token is not None else None
+        if self._level <= depth:
+            if draft_id is None:
+                raise ValueError(f"token {token} at place {place} of the text cannot be drafted; script a shorter text")
+            log_p_BWV[0, 0] -= 1.0  # a drafter may be certain, and then ties would decide
+            log_p_BWV[0, 0, draft_id] = 0.0
+        elif self._level == depth + 1 and draft_id is not None:
+            log_p_BWV[0, 0, draft_id] = -torch.inf
+        return log_p_BWV
+
+
+def deepest_script(tree: TreePolicy) -> int:
+    """How many tokens a script can have accepted in a round: the length of the path of most likely children.
+
+    Raises:
+        ValueError: a tree whose nodes are drawn at random.
+    """
+    if isinstance(tree, DynamicTree):
+        return tree.max_depth
+    if not isinstance(tree, FixedTree) or tree.samples:
+        raise ValueError(f"tree={tree.name}: a script is for chain, static and dynamic trees")
+    return max((len(path) for path in tree.paths if not any(path)), default=0)
+
+
+def most_children(tree: TreePolicy) -> int:
+    """Of one node, the unlikely ones in front of a kept one included."""
+    if isinstance(tree, DynamicTree):
+        return tree.width
+    assert isinstance(tree, FixedTree)
+    return max(level.top_k for level in tree.levels)
