@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -117,8 +117,7 @@ class Engine:
                     count_B=None if flat is drafted else [flat.rows if one else 1 for one in drafting],
                     planned=watch.mark,
                     compiled=self.compile and self._is_full(state, flat, drafting),
-                    recordings=self._recordings_for(state, flat, drafting),
-                    length_B=state.length_B1[:, 0],
+                    **self._replayed(state, flat, drafting),
                 )
             decision = self._decide(state, verified.logits_BNV, flat, drafted, drafting, generators)
             host = decision.to_host()  # the round's one host sync
@@ -160,9 +159,11 @@ class Engine:
         rows = 1 if self.tree is None else 1 + self.tree.max_nodes
         return state.batch == state.cache.room and flat.rows == rows and len(set(drafting)) == 1
 
-    def _recordings_for(self, state: DecodeState, flat: FlatTree, drafting: list[bool]) -> Recordings | None:
-        """Those of the verification, where it can be recorded; the watch on a target's experts runs in Python."""
-        return self.recordings if self._experts is None and self._is_full(state, flat, drafting) else None
+    def _replayed(self, state: DecodeState, flat: FlatTree, drafting: list[bool]) -> dict[str, Any]:
+        """How the verification is recorded, where it can be; the watch on a target's experts runs in Python."""
+        if self.recordings is None or self._experts is not None or not self._is_full(state, flat, drafting):
+            return {}
+        return {"recordings": self.recordings, "length_B": state.length_B1[:, 0]}
 
     def _nodes(self, flat: FlatTree, drafting: list[bool], host: HostDecision) -> Sequence[NodeRecord | None]:
         if not self.record_nodes:
