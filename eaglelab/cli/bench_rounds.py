@@ -56,6 +56,8 @@ def main(config: DictConfig) -> None:
     size = config.draft_vocab_size
     if size is None and config.network == "fused":
         size = min(DRAFT_VOCABULARY, shape.vocab_size)
+    if config.graphs and (config.compile or config.device != "cuda"):
+        raise ValueError("graphs=true records CUDA graphs: it needs device=cuda, and compile=false")
     acceptance = list(config.acceptance) if isinstance(config.acceptance, ListConfig) else [config.acceptance]
     trees = trees_of(config)
     check_script(acceptance, trees, size or shape.vocab_size)
@@ -80,6 +82,7 @@ def main(config: DictConfig) -> None:
         rounds=config.rounds,
         repetitions=config.repetitions,
         compile=config.compile,
+        graphs=config.graphs,
     )
     if not speed.runs["plain"]:
         print("\ninterrupted before a repetition was finished", file=sys.stderr)

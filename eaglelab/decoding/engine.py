@@ -55,7 +55,7 @@ class Engine:
             all slots up to the capacity, and a pass is compiled at its first use, which takes a minute or more. Rounds
             of another size (a batch that is not full, a tree cut by its floor) run as ever.
         graphs: record drafting and verification as CUDA graphs at their first use and replay them, with shapes as for
-            ``compile``. Trees whose nodes are drawn at random or cut by a floor are drafted as ever.
+            ``compile``; or the recordings to use. Trees that are drawn at random or cut by a floor are drafted as ever.
 
     Raises:
         ValueError: a drafter without a tree or the other way round; ``graphs`` without CUDA, or beside ``compile``.
@@ -71,15 +71,15 @@ class Engine:
         max_kv_bytes: int | None = None,
         record_nodes: bool = False,
         compile: bool = False,
-        graphs: bool = False,
+        graphs: bool | Recordings = False,
     ) -> None:
         if (drafter is None) != (tree is None):
             raise ValueError(
                 "a drafter needs a tree and a tree needs a drafter: pass both, or neither to decode plainly"
             )
-        if graphs and compile:
+        if graphs is not False and compile:
             raise ValueError("compile=true and graphs=true both fix how a round runs; choose one")
-        if graphs and target.device.type != "cuda":
+        if graphs is True and target.device.type != "cuda":
             raise ValueError(f"graphs=true records CUDA graphs, and the target is on {target.device}; use device=cuda")
         self.target = target
         self.drafter = drafter
@@ -88,7 +88,7 @@ class Engine:
         self.max_kv_bytes = max_kv_bytes
         self.record_nodes = record_nodes
         self.compile = compile
-        self.recordings = Recordings() if graphs else None
+        self.recordings = graphs if isinstance(graphs, Recordings) else Recordings() if graphs else None
         self._spare: tuple[KVSlots, DraftState | None] | None = None
         self.taps = () if drafter is None else tuple(drafter.taps)
         self._experts = ExpertWatch(target) if record_nodes and ExpertWatch.supported(target) else None

@@ -20,7 +20,7 @@ from eaglelab.decoding import Engine, TreePolicy
 from eaglelab.drafters import DraftNetwork, FusedDrafter, SlotDrafter
 from eaglelab.evaluation.alternation import Spread, alternate, ratio
 from eaglelab.evaluation.decoding_speed import networks_timed
-from eaglelab.evaluation.scripted import ScriptedDrafter, deepest_script, most_children
+from eaglelab.evaluation.scripted import ScriptedDrafter, deepest_script, levels_of, most_children
 from eaglelab.target import FrozenTarget
 from eaglelab.target.random_llama import LlamaShape
 from eaglelab.training.work import copy_bytes, synchronize
@@ -184,6 +184,9 @@ def run_rounds(engine: Engine, prompt: Sequence[int], rounds: int, room: int, *,
         run.target, run.drafter = (clock.seconds for clock in timed)
     if isinstance(drafter, ScriptedDrafter):
         run.calls = {name: count - before[name] for name, count in drafter.calls.items()}
+        if engine.recordings is not None and engine.tree is not None:  # replays are no calls
+            levels = levels_of(engine.tree)
+            run.calls |= {"step": rounds * (levels - 1), "log_probs": rounds * levels}
     return run
 
 
@@ -196,7 +199,7 @@ class RoundSpeed:
         script: accepted tokens, by round; text: the tokens that plain decoding gives.
         prompt_tokens: of the prompt.
         runs: of plain decoding (``plain``) and of each tree, one per repetition, without clocks inside.
-        split: the same with clocks; empty where decoding is compiled.
+        split: the same with clocks; empty where decoding is compiled or recorded.
         reading: what each has to read.
         copy_bytes: per second, of a plain copy, measured in between.
         interrupted: Ctrl-C ended it early; repetitions that were finished count.
@@ -342,6 +345,7 @@ def measure_rounds(
     rounds: int,
     repetitions: int = 5,
     compile: bool = False,
+    graphs: bool = False,
     progress: bool = True,
 ) -> RoundSpeed:
     """Decode as many tokens plainly and with every tree, alternated; then once more with clocks inside.
@@ -350,7 +354,7 @@ def measure_rounds(
         trees: by name.
         acceptance: drafted tokens that are accepted, round by round, from the beginning again when they are used up.
         rounds: of each tree; plain decoding takes one for each of their tokens.
-        compile: as in `Engine`. There are no clocks inside then: a compiled pass cannot be divided.
+        compile, graphs: as in `Engine`. There are no clocks inside then: such a pass cannot be divided.
 
     Raises:
         ValueError: rounds or repetitions below 1, what `check_script` says, or what the engine says about the prompt.
@@ -360,13 +364,13 @@ def measure_rounds(
     config = drafter.network.config
     check_script(acceptance, trees, config.draft_vocab_size or config.vocab_size)
     script, room = rounds_of(acceptance, rounds), room_for(acceptance, rounds, trees)
-    plain = Engine(target, compile=compile)
+    plain = Engine(target, compile=compile, graphs=graphs)
     whole = plain.generate_one(prompt, max_new_tokens=room, stop_ids=frozenset()).tokens
     text, tokens = whole[1:], sum(n + 1 for n in script)  # the prefill publishes the first
     engines, counts = {"plain": plain}, {"plain": tokens}
     for name, tree in trees.items():
         scripted = ScriptedDrafter(drafter, [*prompt, *whole], script)
-        engines[name], counts[name] = Engine(target, scripted, tree, compile=compile), rounds
+        engines[name], counts[name] = Engine(target, scripted, tree, compile=compile, graphs=graphs), rounds
 
     def contestants(clocks: bool) -> dict[str, Callable[[], RoundRun]]:
         return {
@@ -385,7 +389,7 @@ def measure_rounds(
     )
     runs.pop("copy")
     split: dict[str, list[RoundRun]] = {}
-    if not compile and not interrupted:
+    if not (compile or graphs or interrupted):
         split, interrupted = alternate(contestants(True), repetitions, progress="clocks" if progress else None)
     reading = {"plain": Reading.of(target)} | dict.fromkeys(trees, Reading.of(target, drafter))
     setting = {
@@ -396,6 +400,7 @@ def measure_rounds(
         "acceptance": list(acceptance),
         "repetitions": repetitions,
         "compile": compile,
+        "graphs": graphs,
     }
     settings = {name: tree.settings() for name, tree in trees.items()}
     copied = statistics.median(rates) if rates else 0.0
@@ -413,7 +418,7 @@ def rounds_table(speed: RoundSpeed) -> str:
     lines = [
         f"{setting['device']}, {setting['dtype']}; prompt of {setting['prompt_tokens']} tokens, {setting['rounds']} "
         f"rounds, {accepted} tokens accepted in turn; {len(speed.runs['plain'])} repetitions"
-        f"{', compiled' if setting['compile'] else ''}",
+        f"{', compiled' if setting['compile'] else ''}{', as CUDA graphs' if setting['graphs'] else ''}",
         head,
         "-" * len(head),
     ]
@@ -427,7 +432,7 @@ def rounds_table(speed: RoundSpeed) -> str:
             f"{speed.bytes_per_round(name) / 1e6:>10.1f}{speed.of_roofline(name):>13.0%}"
             f"   {speed.speedup(name).times() if name != 'plain' else ''}".rstrip()
         )
-    clocks = "" if setting["compile"] else "; target, drafter (ms) and rest (us) are of runs with clocks inside"
+    clocks = "; target, drafter (ms) and rest (us) are of runs with clocks inside" if speed.split else ""
     wrong = [name for name in speed.runs if not speed.same_text(name)]
     unlike = [name for name in speed.trees if not speed.as_scripted(name)]
     lines += [

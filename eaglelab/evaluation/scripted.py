@@ -5,7 +5,8 @@ Letters: B sequences (one), W frontier nodes, V draft vocabulary, d hidden width
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from eaglelab.decoding.policies.dynamic import DynamicTree
 from eaglelab.decoding.policies.fixed import FixedTree
 from eaglelab.drafters import SlotDrafter
 from eaglelab.drafters.runtime import DraftState
+from eaglelab.ops import on_device
 
 
 class ScriptedDrafter(SlotDrafter):
@@ -38,6 +40,10 @@ class ScriptedDrafter(SlotDrafter):
         self.text, self.accepted = list(text), list(accepted)
         every_V = torch.arange(self._vocabulary, device=self.target.device)
         self._draft_ids = {id: place for place, id in enumerate(self.to_target_ids(every_V).tolist())}
+        L = max(accepted) + 1
+        self._id_L = torch.zeros(L, dtype=torch.int64, device=self.target.device)
+        self._wanted_L = torch.zeros(L, dtype=torch.bool, device=self.target.device)
+        self._barred_L = torch.zeros(L, dtype=torch.bool, device=self.target.device)
         self._begin()
 
     @property
@@ -47,7 +53,7 @@ class ScriptedDrafter(SlotDrafter):
 
     def _begin(self) -> None:
         self.calls = {"extend": 0, "step": 0, "log_probs": 0}
-        self._round, self._level, self._frontier = -1, 0, 0
+        self._round, self._level = -1, 0
 
     def new_state(self, batch: int, capacity: int, room: int | None = None) -> DraftState:
         """As before; the script begins anew.
@@ -58,7 +64,8 @@ class ScriptedDrafter(SlotDrafter):
         if max(batch, room or 0) != 1:
             raise ValueError(f"a script is for one sequence, and {max(batch, room or 0)} are to be decoded")
         self._begin()
-        return super().new_state(batch, capacity, room)
+        like = next(self.network.parameters())
+        return _ScriptedSlots(self, DraftState(self.network.config, batch, capacity, like, room))
 
     def extend(
         self,
@@ -70,8 +77,32 @@ class ScriptedDrafter(SlotDrafter):
     ) -> Tensor:
         hidden_BNd = super().extend(state, features_BNF, tokens_BN, position_BN, counts)
         self.calls["extend"] += 1
-        (self._frontier,) = state.lengths
+        self._round += 1
+        self.begin_draft()
+        self._write_script(*state.lengths)
         return hidden_BNd
+
+    def begin_draft(self) -> None:
+        """The next log-probabilities are the root's."""
+        self._level = 0
+
+    def _write_script(self, frontier: int) -> None:
+        """Give the device this round's ids, level by level: drafts that are recorded read them there.
+
+        Raises:
+            ValueError: the text to be drafted is not in the draft vocabulary.
+        """
+        depth, L = self.accepted[self._round % len(self.accepted)], len(self._id_L)
+        places = range(frontier + 1, frontier + 1 + L)
+        ids = [self._draft_ids.get(self.text[place]) if place < len(self.text) else None for place in places]
+        for place, draft_id in zip(places[:depth], ids, strict=False):
+            if draft_id is None:
+                token = self.text[place] if place < len(self.text) else None
+                raise ValueError(f"token {token} at place {place} of the text cannot be drafted; script a shorter text")
+        device = self.target.device
+        self._id_L.copy_(on_device([0 if one is None else one for one in ids], device))
+        self._wanted_L.copy_(on_device([level < depth for level in range(L)], device))
+        self._barred_L.copy_(on_device([level == depth and one is not None for level, one in enumerate(ids)], device))
 
     def step(
         self,
@@ -84,32 +115,41 @@ class ScriptedDrafter(SlotDrafter):
         self.calls["step"] += 1
         return super().step(state, hidden_BWd, tokens_BW, position_BW, ancestor_BWP)
 
-    def discard(self, state: DraftState) -> None:
-        super().discard(state)
-        self._level = 0
-
     def log_probs(self, hidden: Tensor) -> Tensor:
-        """[B, W, d] -> [B, W, V]; what belongs to the script is written into the first row.
-
-        Raises:
-            ValueError: the text to be drafted is not in the draft vocabulary.
-        """
+        """[B, W, d] -> [B, W, V]; what belongs to the script is written into the first row."""
         log_p_BWV = super().log_probs(hidden)
         self.calls["log_probs"] += 1
-        self._round += self._level == 0
+        at = slice(self._level, self._level + 1)
         self._level += 1
-        depth = self.accepted[self._round % len(self.accepted)]
-        place = self._frontier + self._level
-        token = self.text[place] if place < len(self.text) else None
-        draft_id = self._draft_ids.get(token) if token is not None else None
-        if self._level <= depth:
-            if draft_id is None:
-                raise ValueError(f"token {token} at place {place} of the text cannot be drafted; script a shorter text")
-            log_p_BWV[0, 0] -= 1.0  # a drafter may be certain, and then ties would decide
-            log_p_BWV[0, 0, draft_id] = 0.0
-        elif self._level == depth + 1 and draft_id is not None:
-            log_p_BWV[0, 0, draft_id] = -torch.inf
+        id_1, wanted_1, barred_1 = self._id_L[at], self._wanted_L[at], self._barred_L[at]
+        if len(id_1):
+            row_V = log_p_BWV[0, 0]
+            row_V -= wanted_1.to(row_V.dtype)  # a drafter may be certain, and then ties would decide
+            own_1 = row_V.gather(0, id_1).masked_fill(barred_1, -torch.inf)
+            row_V.scatter_(0, id_1, own_1.masked_fill(wanted_1, 0.0))
         return log_p_BWV
+
+
+class _ScriptedSlots(DraftState):
+    """The slots of one sequence; a draft that is recorded begins at the root each time it is run."""
+
+    def __init__(self, drafter: ScriptedDrafter, slots: DraftState) -> None:
+        vars(self).update(vars(slots))
+        self._drafter = drafter
+
+    @contextmanager
+    def fixed_at(self, length_B1: Tensor) -> Iterator[None]:
+        self._drafter.begin_draft()
+        with super().fixed_at(length_B1):
+            yield
+
+
+def levels_of(tree: TreePolicy) -> int:
+    """How many levels of a tree are drafted in every round."""
+    if isinstance(tree, DynamicTree):
+        return tree.max_depth
+    assert isinstance(tree, FixedTree)
+    return len(tree.levels)
 
 
 def deepest_script(tree: TreePolicy) -> int:

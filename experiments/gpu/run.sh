@@ -1,7 +1,7 @@
 #!/bin/sh
 # sh experiments/gpu/run.sh OUT [STAGE ...]
 # What a machine with one NVIDIA GPU has to say: logs, JSON and a summary go to OUT. Stages, 9 minutes each at most:
-#   tests kernels steps rounds-1b rounds-8b compiled train decode; all of them, in this order, where none is named
+#   tests kernels steps rounds-1b rounds-8b graphs compiled train decode; all of them, in this order, where none is named
 # (decode needs what train left in OUT). DEVICE=cpu tries the commands out on small shapes. PYTHON is an interpreter
 # that has the package's dependencies and pytest, STEPS the optimizer steps of each training, SECONDS_EACH the limit.
 set -u
@@ -65,7 +65,7 @@ tests() {
     fi
     run tests "$PYTHON" -m pytest -m "not slow" "$@" tests/kernels tests/drafters/test_flex.py \
         tests/training/test_attention_speed.py tests/training/test_operation_speed.py \
-        tests/evaluation/test_round_speed.py
+        tests/evaluation/test_round_speed.py tests/decoding/test_graphs.py tests/features/test_ahead.py
 }
 
 kernels() {
@@ -94,6 +94,15 @@ rounds() {  # NAME PRESET SETTINGS...
     eaglelab "$name" bench rounds preset="$preset" device="$DEVICE" out="$OUT/$name.json" "$@"
 }
 
+graphs() {
+    if [ "$DEVICE" = cpu ]; then
+        echo "graphs: not tried on a CPU, which records none" | tee -a "$OUT/summary.txt"
+    else
+        rounds graphs-1b 1b graphs=true
+        rounds graphs-8b 8b graphs=true repetitions=3
+    fi
+}
+
 compiled() {
     if [ "$DEVICE" = cpu ]; then
         echo "compiled: not tried on a CPU, where compiling takes minutes" | tee -a "$OUT/summary.txt"
@@ -107,6 +116,8 @@ train() {
         eaglelab "train-$variant" train variant=$variant $TRAINER trainer.max_steps="$STEPS" \
             trainer.val_check_interval="$STEPS" hydra.run.dir="$OUT/$variant"
     done
+    eaglelab train-ahead train variant=eagle3 $TRAINER features.ahead=true trainer.max_steps="$STEPS" \
+        trainer.val_check_interval="$STEPS" hydra.run.dir="$OUT/ahead"
     resumed="variant=hass $TRAINER trainer.val_check_interval=$STEPS hydra.run.dir=$OUT/resumed"
     eaglelab train-half train $resumed trainer.max_steps=$((STEPS / 2))
     eaglelab train-resumed train $resumed trainer.max_steps="$STEPS" ckpt_path=last
@@ -126,12 +137,12 @@ name = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
 print(f"{name}; Python {platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}")
 ASK
 cat "$OUT/machine.txt"
-[ $# -gt 0 ] || set -- tests kernels steps rounds-1b rounds-8b compiled train decode
+[ $# -gt 0 ] || set -- tests kernels steps rounds-1b rounds-8b graphs compiled train decode
 for stage in "$@"; do
     case $stage in
-    tests | kernels | steps | compiled | train | decode) work=$stage ;;
+    tests | kernels | steps | graphs | compiled | train | decode) work=$stage ;;
     rounds-1b | rounds-8b) work="rounds $stage ${stage#rounds-}" ;;
-    *) echo "unknown stage $stage: tests kernels steps rounds-1b rounds-8b compiled train decode" >&2 && exit 2 ;;
+    *) echo "unknown stage $stage: tests kernels steps rounds-1b rounds-8b graphs compiled train decode" >&2 && exit 2 ;;
     esac
     UNTIL=$(($(date +%s) + SECONDS_EACH))
     $work

@@ -28,10 +28,7 @@ def engines(target, tree, kind):
     """Launched and recorded."""
     for recorded in (False, True):
         drafter = None if TREES[tree] is None else network_drafter(target, kind)
-        engine = Engine(target, drafter, TREES[tree])
-        if recorded:
-            engine.recordings = Recordings(traced)
-        yield engine
+        yield Engine(target, drafter, TREES[tree], graphs=recorded and Recordings(traced))
 
 
 def check(launched, recorded, batch, sampling=None, prompts=PROMPTS):
@@ -80,8 +77,7 @@ def test_what_cannot_be_recorded_runs_launch_by_launch(target):
 
 @pytest.mark.parametrize("tree", [DynamicTree(3, 3, 7, floor=0.2)], ids=["floor"])
 def test_trees_that_ask_the_host_are_not_recorded(target, tree):
-    engine = Engine(target, network_drafter(target, "feature"), tree)
-    engine.recordings = Recordings(traced)
+    engine = Engine(target, network_drafter(target, "feature"), tree, graphs=Recordings(traced))
     check(Engine(target, network_drafter(target, "feature"), tree), engine, 1)
     assert len(engine.recordings) <= 1  # verification, where no node was cut
 

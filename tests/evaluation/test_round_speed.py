@@ -19,11 +19,12 @@ from eaglelab.evaluation.round_speed import (
     run_rounds,
 )
 from eaglelab.evaluation.scripted import ScriptedDrafter
+from eaglelab.kernels.recording import Recordings
 from eaglelab.target import FrozenTarget
 from eaglelab.target.random_llama import LlamaShape
 from tests.decoding.test_exactness import network_drafter
-from tests.devices import pretended
 from tests.oracles.scripted import hf_greedy, tiny_llama
+from tests.oracles.traced import traced
 
 PROMPT = [7, 3, 5, 1]
 SHAPE = LlamaShape(8, 12, num_layers=7, num_heads=2, num_kv_heads=1, vocab_size=64)
@@ -213,22 +214,14 @@ def test_a_script_goes_on_from_its_beginning():
     assert rounds_of([3, 0, 5], 7) == [3, 0, 5, 3, 0, 5, 3]
 
 
-@pytest.mark.parametrize("tree", ["chain", "dynamic"])
-def test_the_script_makes_nobody_wait(tree, target, text):
-    """A round waits once for the device, as any does."""
-    there = pretended.start()
-    with pretended.Constructors():
-        target = FrozenTarget(tiny_llama(23, layers=3)).to(there)
-        drafter = network_drafter(target, "feature")
-        drafter.network.to(there)
-        accepted = [3, 0, 1]
-        scripted = ScriptedDrafter(drafter, [*PROMPT, *text], accepted)
-        engine = Engine(target, scripted, TREES[tree])
-        state = engine.start([PROMPT], max_new_tokens=30, stop_ids=frozenset())
-        engine.round(state)  # trees are moved to the device once
-        found = []
-        for _ in range(2):
-            pretended.waits.clear()
-            found += [record.accepted for record in engine.round(state)]
-            assert len(pretended.waits) == 1, pretended.waits
-    assert found == [0, 1]
+@pytest.mark.parametrize("tree", [name for name in TREES if name != "floor"])
+def test_recorded_rounds_follow_the_script(tree, target, text):
+    """Which tokens are accepted changes from round to round, and so must come to a recording from outside."""
+    accepted = [3, 0, 1, 2, 0, 0, 3]
+    drafter = ScriptedDrafter(network_drafter(target, "feature"), [*PROMPT, *text], accepted)
+    engine = Engine(target, drafter, TREES[tree], graphs=Recordings(traced))
+    room = room_for(accepted, len(accepted), {"": TREES[tree]})
+    run = run_rounds(engine, PROMPT, len(accepted), room)
+    launched = scripted_run(target, "feature", TREES[tree], accepted, text)
+    assert len(engine.recordings) == 2
+    assert (run.accepted, run.published, run.calls) == (accepted, launched.published, launched.calls)
