@@ -325,6 +325,8 @@ class Engine:
         began = time.perf_counter()
         whole = self._fixes_shapes and room is not None
         spare = self._take_spare(capacity, room) if whole else None
+        if whole and spare is None and self.recordings is not None:
+            self.recordings.clear()  # of slots that nobody will use again
         state = prefill(self.target, self.drafter, self.tree, requests, capacity, room, whole, spare)
         if whole and self.compile and state.draft is not None and hasattr(state.draft, "compiled"):
             state.draft.compiled = True

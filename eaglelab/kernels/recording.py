@@ -55,6 +55,10 @@ class Recordings:
         """Recordings that are there."""
         return sum(one is not None for one in self._kept.values())
 
+    def clear(self) -> None:
+        """Drop all recordings, and with them the buffers that they read and write."""
+        self._kept.clear()
+
     def call(self, key: Hashable, function: Callable[..., Any], *inputs: Tensor | None) -> Any:
         """``function(*inputs)``, recorded at the first call with this key and these shapes.
 
