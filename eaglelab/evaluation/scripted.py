@@ -44,6 +44,7 @@ class ScriptedDrafter(SlotDrafter):
         self._id_L = torch.zeros(L, dtype=torch.int64, device=self.target.device)
         self._wanted_L = torch.zeros(L, dtype=torch.bool, device=self.target.device)
         self._barred_L = torch.zeros(L, dtype=torch.bool, device=self.target.device)
+        self._levels = list(zip(*(x_L.split(1) for x_L in (self._id_L, self._wanted_L, self._barred_L)), strict=True))
         self._begin()
 
     @property
@@ -119,10 +120,9 @@ class ScriptedDrafter(SlotDrafter):
         """[B, W, d] -> [B, W, V]; what belongs to the script is written into the first row."""
         log_p_BWV = super().log_probs(hidden)
         self.calls["log_probs"] += 1
-        at = slice(self._level, self._level + 1)
-        self._level += 1
-        id_1, wanted_1, barred_1 = self._id_L[at], self._wanted_L[at], self._barred_L[at]
-        if len(id_1):
+        level, self._level = self._level, self._level + 1
+        if level < len(self._levels):
+            id_1, wanted_1, barred_1 = self._levels[level]
             row_V = log_p_BWV[0, 0]
             row_V -= wanted_1.to(row_V.dtype)  # a drafter may be certain, and then ties would decide
             own_1 = row_V.gather(0, id_1).masked_fill(barred_1, -torch.inf)
