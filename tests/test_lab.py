@@ -33,7 +33,7 @@ def test_names_are_faults_or_rooms():
         one.name for one in MUTANTS.values() if one.room == "taps"
     }
     assert chosen([]) == list(MUTANTS.values())
-    with pytest.raises(ValueError, match="no fault or room tap; rooms: commit, distributed"):
+    with pytest.raises(ValueError, match="no fault or room tap; rooms: ahead, commit, distributed"):
         chosen(["tap"])
 
 

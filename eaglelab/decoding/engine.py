@@ -332,6 +332,8 @@ class Engine:
         began = time.perf_counter()
         whole = self._fixes_shapes and room is not None
         spare = self._take_spare(capacity, room) if whole else None
+        if whole and spare is None and self.recordings is not None:
+            self.recordings.clear()  # of slots that nobody will use again
         try:
             state = prefill(self.target, self.drafter, self.tree, requests, capacity, room, whole, spare)
         except BaseException:
@@ -360,10 +362,9 @@ class Engine:
 
     def _drop_spare(self) -> None:
         """The slots of a finished batch, and the recordings that would keep their memory."""
-        spare, self._spare = self._spare, None
-        if spare is not None and self.recordings is not None:
-            for slots in spare:
-                self.recordings.forget(slots)
+        if self._spare is not None and self.recordings is not None:
+            self._spare = None
+            self.recordings.clear()
 
     def _require_memory(self, room: int, capacity: int) -> None:
         """Slots of a finished batch are used again, or make room for those that are.

@@ -54,11 +54,15 @@ class Recordings:
     def __init__(self, record: Recorder = cuda_graph, most: int = 16) -> None:
         self._record = record
         self._most = most
-        self._kept: OrderedDict[tuple[Hashable, ...], _Recording | None] = OrderedDict()
+        self._kept: OrderedDict[Hashable, _Recording | None] = OrderedDict()
 
     def __len__(self) -> int:
         """Recordings that are there."""
         return sum(one is not None for one in self._kept.values())
+
+    def clear(self) -> None:
+        """Drop all recordings, and with them the buffers that they read and write."""
+        self._kept.clear()
 
     def call(self, key: Hashable, function: Callable[..., Any], *inputs: Tensor | None) -> Any:
         """``function(*inputs)``, recorded at the first call with this key and these shapes.
@@ -66,7 +70,7 @@ class Recordings:
         A function that cannot be recorded is called as it is, with a warning at the first time.
 
         Args:
-            key: what else the function depends on; for buffers a tuple that begins with their holder's id.
+            key: what else the function depends on, by identity where it holds buffers.
 
         Returns:
             What the recorded call returned, with the values of this call; the next call of the same recording writes
@@ -80,11 +84,6 @@ class Recordings:
         self._kept.move_to_end(whole_key)
         recording = self._kept[whole_key]
         return function(*inputs) if recording is None else recording(inputs)
-
-    def forget(self, holder: object) -> None:
-        """Drop the recordings whose keys begin with the id of ``holder``, and so its memory and theirs."""
-        for key in [key for key in self._kept if isinstance(key[0], tuple) and key[0][0] == id(holder)]:
-            del self._kept[key]
 
     def _recorded(self, function: Callable[..., Any], inputs: tuple[Tensor | None, ...]) -> _Recording | None:
         own = tuple(None if x is None else x.clone(memory_format=torch.contiguous_format) for x in inputs)

@@ -5,6 +5,8 @@ Python computed at the first call and that stays in the recording. The recorder 
 it is wrong in the same cases.
 """
 
+import gc
+import weakref
 from contextlib import contextmanager
 
 import pytest
@@ -116,6 +118,18 @@ def test_a_rounds_nodes_stay_when_the_next_one_is_replayed(target, tree):
         for name in ("confidence", "dropped_confidence"):
             assert other.pop(name) == pytest.approx(one.pop(name), rel=1e-2)
         assert other == one
+
+
+def test_slots_that_are_given_up_are_not_held(target):
+    """Another capacity: the recordings of the old slots go, and their memory with them."""
+    engine = Engine(target, network_drafter(target, "feature"), Chain(3), graphs=Recordings(traced))
+    engine.generate(PROMPTS[:1], max_new_tokens=6, stop_ids=set())
+    slots = weakref.ref(engine._spare[0])
+    engine.capacity = 512
+    engine.generate(PROMPTS[:1], max_new_tokens=6, stop_ids=set())
+    gc.collect()
+    assert slots() is None
+    assert len(engine.recordings) == 2
 
 
 def test_what_cannot_be_recorded_runs_launch_by_launch(target):
