@@ -33,6 +33,9 @@ def main(config: DictConfig) -> None:
     device = (
         torch.device(config.device, torch.cuda.current_device()) if config.device == "cuda" else torch.device("cpu")
     )
+    for name in OPERATIONS:
+        if not isinstance(config[name], DictConfig | None):
+            raise ValueError(f"{name}={config[name]}: give single sizes ({name}.rows=64), or null to leave it out")
     tables = {name: operation(config, device) for name, operation in OPERATIONS.items() if config[name]}
     if not tables:
         raise ValueError(f"nothing is left to measure: leave {' or '.join(OPERATIONS)} as it is")

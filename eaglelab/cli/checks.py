@@ -21,7 +21,7 @@ FRACTIONS = {
 WHOLE = {
     "draft_vocab_size", "head_dim", "hidden_size", "intermediate_size", "limit", "max_position_embeddings",
     "max_positions", "num_attention_heads", "num_heads", "num_key_value_heads", "num_kv_heads", "num_layers",
-    "row_length", "top_k", "total_steps", "val_limit", "vocab_size",
+    "row_length", "rows", "top_k", "total_steps", "val_limit", "vocab_size",
 }  # fmt: skip
 """Settings whose default is null and whose values are whole numbers."""
 LISTS = {"betas", "budgets", "floors", "ids", "paths", "pass_weights", "stages", "taps", "trust", "widths"}

@@ -58,7 +58,7 @@ def trees_of(config: DictConfig) -> dict[str, TreePolicy]:
     from eaglelab.decoding import make_tree
 
     trees: dict[str, TreePolicy] = {}
-    asked = OmegaConf.to_container(config.trees)
+    asked = [] if config.trees is None else OmegaConf.to_container(config.trees)
     for one in asked if isinstance(asked, list) else [asked]:
         if not isinstance(one, dict) or "name" not in one:
             raise ValueError(f"trees: {one!r} is no tree; write {{name: dynamic, width: 4, depth: 6, budget: 16}}")

@@ -21,6 +21,7 @@ def quiet_libraries() -> None:
         r".*Total length of `list` across ranks is zero.*",  # a training without validation
         r".*exists and is not empty.*",  # a resumed run
         r".*recommended to use `self.log\(.*sync_dist=True.*",  # what is logged is summed over processes already
+        r".*You have overridden `.*` in `LightningModule` but.*",  # it is meant to plan and move batches
         r".*Cannot dispatch to fused implementation.*",  # norms keep fp32 weights in mixed precision
     ):
         warnings.filterwarnings("ignore", message=pattern)

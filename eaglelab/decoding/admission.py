@@ -109,8 +109,7 @@ def check_memory(target: FrozenTarget, batch: int, capacity: int, limit: int | N
         return
     need = batch * (capacity + 1) * row_bytes
     if limit is None:
-        free = torch.cuda.mem_get_info(target.device)[0] if target.device.type == "cuda" else None
-        limit = psutil.virtual_memory().available if free is None else free
+        limit = _free(target.device)
     if need > limit:
         fitting = limit // ((capacity + 1) * row_bytes)
         raise ValueError(
@@ -118,3 +117,11 @@ def check_memory(target: FrozenTarget, batch: int, capacity: int, limit: int | N
             f"{limit / GIB:.2f} GiB are allowed: "
             + (f"use a batch of at most {fitting}" if fitting else "use fewer new tokens or shorter prompts")
         )
+
+
+def _free(device: torch.device) -> int:
+    """Bytes; of a GPU also those that torch holds and nobody uses, such as the slots of a generation before."""
+    if device.type != "cuda":
+        return psutil.virtual_memory().available
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused

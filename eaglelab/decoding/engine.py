@@ -171,7 +171,7 @@ class Engine:
         real_BR = torch.ones(len(drafting), flat.rows, dtype=torch.bool)
         real_BR[[not one for one in drafting], 1:] = False
         experts = None if self._experts is None else self._experts.union(real_BR)
-        return node_records(flat, drafting, host.rows, experts)
+        return node_records(flat if self.recordings is None else flat.copied(), drafting, host.rows, experts)
 
     @torch.inference_mode()
     def _drafting(self, state: DecodeState) -> list[bool]:
@@ -300,8 +300,15 @@ class Engine:
         )
         room = max(room or 0, len(requests))
         capacity = self._capacity(requests)
-        check_memory(self.target, room, capacity, self.max_kv_bytes)
+        self._require_memory(room, capacity)
         return self._joined(None, requests, capacity, room)
+
+    def release(self, state: DecodeState) -> None:
+        """Take back a state that is decoded no further: the next one gets its slots, and what was recorded of them."""
+        if self.recordings is None or not state.cache.whole:
+            return
+        self._drop_spare()
+        self._spare = state.cache, state.draft
 
     def _capacity(self, requests: Sequence[Request]) -> int:
         nodes = 0 if self.tree is None else self.tree.max_nodes
@@ -327,7 +334,11 @@ class Engine:
         spare = self._take_spare(capacity, room) if whole else None
         if whole and spare is None and self.recordings is not None:
             self.recordings.clear()  # of slots that nobody will use again
-        state = prefill(self.target, self.drafter, self.tree, requests, capacity, room, whole, spare)
+        try:
+            state = prefill(self.target, self.drafter, self.tree, requests, capacity, room, whole, spare)
+        except BaseException:
+            self._spare = self._spare or spare
+            raise
         if whole and self.compile and state.draft is not None and hasattr(state.draft, "compiled"):
             state.draft.compiled = True
         self._drafting(state)
@@ -337,8 +348,33 @@ class Engine:
 
     def _take_spare(self, capacity: int, room: int | None) -> tuple[KVSlots, DraftState | None] | None:
         """The slots of a finished batch where they fit: recordings are of their buffers."""
+        if not self._spare_fits(capacity, room):
+            return None
         spare, self._spare = self._spare, None
-        return spare if spare is not None and (spare[0].capacity, spare[0].room) == (capacity, room) else None
+        return spare
+
+    def _spare_fits(self, capacity: int, room: int | None) -> bool:
+        """Somewhat larger ones do: a pass reads all of them, but recording anew takes as long as many passes."""
+        if self._spare is None:
+            return False
+        cache, _ = self._spare
+        return cache.room == room and capacity <= cache.capacity <= 2 * capacity
+
+    def _drop_spare(self) -> None:
+        """The slots of a finished batch, and the recordings that would keep their memory."""
+        if self._spare is not None and self.recordings is not None:
+            self._spare = None
+            self.recordings.clear()
+
+    def _require_memory(self, room: int, capacity: int) -> None:
+        """Slots of a finished batch are used again, or make room for those that are.
+
+        Raises:
+            ValueError: see `check_memory`.
+        """
+        if not self._spare_fits(capacity, room):
+            self._drop_spare()
+            check_memory(self.target, room, capacity, self.max_kv_bytes)
 
     def rounds(self, state: DecodeState) -> Iterator[list[RoundRecord]]:
         """Run rounds until every request has stopped; stopped ones leave the batch in between."""
@@ -379,7 +415,7 @@ class Engine:
             capacity=self.capacity,
         )
         capacity, room = self._capacity(waiting), min(batch, len(waiting))
-        check_memory(self.target, room, capacity, self.max_kv_bytes)
+        self._require_memory(room, capacity)
         rounds: list[list[RoundRecord]] = [[] for _ in waiting]
         seconds = [0.0] * len(waiting)
         results: list[GenerationResult | None] = [None] * len(waiting)
@@ -399,28 +435,31 @@ class Engine:
             if on_finish is not None:
                 on_finish(request.number, result)
 
-        while waiting or state is not None:
-            if state is None:
-                state, waiting = self._joined(None, waiting[:room], capacity, room), waiting[room:]
-            elif waiting and (free := room - state.batch):
-                self._joined(state, waiting[:free], capacity, room)
-                waiting = waiting[free:]
-            for request in state.retire(self.drafter):
-                finish(request)
-            if not any(state.running):
-                if self.recordings is not None:
-                    self._spare = state.cache, state.draft
-                state = None
-            if state is None or (waiting and state.batch < room):
-                continue
-            began = time.perf_counter()
-            records = self.round(state)
-            share = (time.perf_counter() - began) / len(records)
-            for record in records:
-                rounds[record.request].append(record)
-                seconds[record.request] += share
-            if on_round is not None:
-                on_round(records)
+        try:
+            while waiting or state is not None:
+                if state is None:
+                    state, waiting = self._joined(None, waiting[:room], capacity, room), waiting[room:]
+                elif waiting and (free := room - state.batch):
+                    self._joined(state, waiting[:free], capacity, room)
+                    waiting = waiting[free:]
+                for request in state.retire(self.drafter):
+                    finish(request)
+                if not any(state.running):
+                    self.release(state)
+                    state = None
+                if state is None or (waiting and state.batch < room):
+                    continue
+                began = time.perf_counter()
+                records = self.round(state)
+                share = (time.perf_counter() - began) / len(records)
+                for record in records:
+                    rounds[record.request].append(record)
+                    seconds[record.request] += share
+                if on_round is not None:
+                    on_round(records)
+        finally:
+            if state is not None:  # interrupted
+                self.release(state)
         return [result for result in results if result is not None]
 
     def generate_one(

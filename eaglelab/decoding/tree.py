@@ -10,7 +10,7 @@ a node up by its token: equal tokens at different nodes are different rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import torch
@@ -147,6 +147,16 @@ class FlatTree:
         if self.topology.chain:
             return None
         return self.topology.ancestor_BRR.expand(self.tokens_BR.shape[0], -1, -1)
+
+    def copied(self) -> FlatTree:
+        """With nodes that stay when the next round is replayed (`eaglelab.kernels.recording`)."""
+        topology = replace(
+            self.topology, parent_BR=self.topology.parent_BR.clone(), depth_BR=self.topology.depth_BR.clone()
+        )
+        looked_at = self.candidates
+        if looked_at is not None:
+            looked_at = Candidates(*(getattr(looked_at, one.name).clone() for one in fields(looked_at)))
+        return replace(self, topology=topology, candidates=looked_at)
 
     def only_for(self, drafting: Sequence[bool]) -> FlatTree:
         """The other sequences keep their root row alone: their nodes get the token -1, which nothing accepts."""

@@ -134,7 +134,8 @@ def evaluate(
         compile=settings.compile,
         graphs=settings.graphs,
     )
-    run = _Run(target, engine, settings, encode, decode)
+    plain = Engine(target, compile=settings.compile, graphs=settings.graphs)
+    run = _Run(target, engine, plain, settings, encode, decode)
     result = EvaluationResult([], _describe(target, drafter, tree, settings), _versions(), 0)
     size = settings.batch
     groups = [prompts[first : first + size] for first in range(0, len(prompts), size)]
@@ -166,6 +167,7 @@ def evaluate(
 class _Run:
     target: FrozenTarget
     engine: Engine
+    plain: Engine
     settings: Settings
     encode: Encode
     decode: Decode
@@ -196,7 +198,7 @@ class _Run:
                 yield record
 
     def _measure(self, chats: list[Chat], ids: list[list[int]], flip: bool) -> list[tuple[TurnRecord, list[int]]]:
-        engines = [self.engine, Engine(self.target, compile=self.settings.compile, graphs=self.settings.graphs)]
+        engines = [self.engine, self.plain]
         stop_ids = frozenset[int]() if self.settings.ignore_eos else self.target.eos_token_ids
         base = self.settings.sampling
         results = {}

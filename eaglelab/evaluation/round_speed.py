@@ -180,6 +180,7 @@ def run_rounds(engine: Engine, prompt: Sequence[int], rounds: int, room: int, *,
             run.published += record.published_tokens
         synchronize(device)
         run.seconds = time.perf_counter() - began
+    engine.release(state)  # else every run would record its rounds anew
     if timed is not None:
         run.target, run.drafter = (clock.seconds for clock in timed)
     if isinstance(drafter, ScriptedDrafter):

@@ -32,7 +32,7 @@ class ScriptedDrafter(SlotDrafter):
         accepted: tokens to accept, round by round, from the beginning again when they are used up.
 
     Attributes:
-        calls: of ``extend``, ``step`` and ``log_probs`` since the last :meth:`new_state`.
+        calls: of ``extend``, ``step`` and ``log_probs`` since the slots were made or emptied.
     """
 
     def __init__(self, drafter: SlotDrafter, text: Sequence[int], accepted: Sequence[int]) -> None:
@@ -136,6 +136,10 @@ class _ScriptedSlots(DraftState):
     def __init__(self, drafter: ScriptedDrafter, slots: DraftState) -> None:
         vars(self).update(vars(slots))
         self._drafter = drafter
+
+    def reset(self, batch: int) -> None:
+        self._drafter._begin()
+        super().reset(batch)
 
     @contextmanager
     def fixed_at(self, length_B1: Tensor) -> Iterator[None]:

@@ -93,11 +93,14 @@ class Stream:
             [self.prompt_ids], max_new_tokens=self.max_new_tokens, stop_ids=self.stop_ids, sampling=self.sampling
         )
         (request,) = state.requests
-        yield from self._push(decoder, request.new_tokens, accepted=0)
-        for (record,) in self.engine.rounds(state):
-            self.rounds.append(record)
-            fresh = request.new_tokens[-record.published :]
-            yield from self._push(decoder, fresh, accepted=record.accepted)
+        try:
+            yield from self._push(decoder, request.new_tokens, accepted=0)
+            for (record,) in self.engine.rounds(state):
+                self.rounds.append(record)
+                fresh = request.new_tokens[-record.published :]
+                yield from self._push(decoder, fresh, accepted=record.accepted)
+        finally:
+            self.engine.release(state)
         rest = decoder.flush()
         if rest is not None:
             yield rest

@@ -96,8 +96,9 @@ class OnlineFeatures:
         """Those of all plans; beside them there are never more than one plan's."""
         B, done = sum(len(plan.tokens_BS) for plan in plans), 0
         whole: dict[Tap, Tensor] = {}
+        missing = self.target.passes_missing(plans)  # of all: processes may have unequally many
         for plan in plans:
-            part = self.target.features_of(plan, taps)
+            part = self.target.features_of(plan, taps, missing=missing if plan is plans[-1] else 0)
             for tap in taps:
                 stream = part.pop(tap)
                 if tap not in whole:

@@ -33,8 +33,13 @@ def cuda_graph(function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
             function()
     torch.cuda.current_stream().wait_stream(aside)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = function()
+    here = torch.cuda.current_stream()
+    try:
+        with torch.cuda.graph(graph):
+            found = function()
+    except BaseException:
+        torch.cuda.set_stream(here)  # where a recording fails, torch leaves the one that it recorded on
+        raise
     return graph.replay, found
 
 
@@ -71,19 +76,20 @@ class Recordings:
             What the recorded call returned, with the values of this call; the next call of the same recording writes
             over them.
         """
-        key = key, *(None if x is None else (x.shape, x.dtype) for x in inputs)
-        if key not in self._kept:
-            self._kept[key] = self._recorded(function, inputs)
+        whole_key = key, *(None if x is None else (x.shape, x.dtype) for x in inputs)
+        if whole_key not in self._kept:
+            self._kept[whole_key] = self._recorded(function, inputs)
             while len(self._kept) > self._most:
                 self._kept.popitem(last=False)
-        self._kept.move_to_end(key)
-        recording = self._kept[key]
+        self._kept.move_to_end(whole_key)
+        recording = self._kept[whole_key]
         return function(*inputs) if recording is None else recording(inputs)
 
     def _recorded(self, function: Callable[..., Any], inputs: tuple[Tensor | None, ...]) -> _Recording | None:
         own = tuple(None if x is None else x.clone(memory_format=torch.contiguous_format) for x in inputs)
         try:
-            replay, found = self._record(lambda: function(*own))
+            with torch.cuda.device_of(next(x for x in own if x is not None)):  # streams are of the present device
+                replay, found = self._record(lambda: function(*own))
         except Exception as error:  # the library's, the driver's, the function's
             warnings.warn(
                 f"a round goes on without a recording, launch by launch: {type(error).__name__}: "

@@ -76,6 +76,7 @@ def _candidates(setting: Setting, row_length: int) -> Iterator[list[tuple[str, S
     yield [(precision, dataclasses.replace(setting, numerics=mixed))] if full else []
     lower = "target.dtype=bfloat16" + (f" {precision}" if full else "")
     yield [(lower, dataclasses.replace(setting, numerics=both))] if numerics.target == WIDE else []
+    yield [("features.ahead=false", dataclasses.replace(setting, ahead=False))] if setting.ahead else []
     yield [
         (f"features.rows={rows}", dataclasses.replace(setting, target_rows=rows))
         for rows in (_halved(min(setting.target_rows or load.sequences, load.sequences)) if setting.online else ())

@@ -113,6 +113,8 @@ def make_plan(config: DictConfig) -> Plan:
     numerics, placement, cpu = numerics_of(config), placement_of(config), on_cpu(config)
     features = config.get("features") or {}
     online = features.get("source", "online") == "online"
+    if (rows := features.get("rows")) is not None and rows < 1:
+        raise ValueError(f"features.rows={rows}: the target takes at least one row at a time; null for all of them")
     data = count_data(config, tokenizer)
     largest = data.load(config.data.batch_size, cpu=cpu, largest=True)
     mean = data.load(config.data.batch_size, cpu=cpu)
@@ -128,6 +130,7 @@ def make_plan(config: DictConfig) -> Plan:
         online,
         module.checkpoint_steps,
         features.get("rows"),
+        bool(features.get("ahead")),
     )
     memory, device = setting.memory(), _device_bytes(config, cpu, placement.devices)
     fits = device is None or memory.peak <= USABLE * device

@@ -35,6 +35,7 @@ class Setting:
         online: the target runs.
         checkpoint_steps: the setting of that name.
         target_rows: rows that the target takes at a time; None: all of the micro-batch.
+        ahead: it takes them one batch early.
     """
 
     target: TargetShape
@@ -48,6 +49,7 @@ class Setting:
     online: bool = True
     checkpoint_steps: bool = False
     target_rows: int | None = None
+    ahead: bool = False
 
     @property
     def kinds(self) -> tuple[Rollout, ...]:
@@ -65,6 +67,7 @@ class Setting:
             self.placement,
             online=self.online,
             target_rows=self.target_rows,
+            ahead=self.ahead,
         )
 
     def flops(self, load: Load) -> StepFlops:

@@ -73,7 +73,10 @@ def _memory(plan: Plan) -> Iterator[str]:
         "features": (memory.features, "taps and last features of a micro-batch, states of the rollout"),
         "kept for backward": (memory.kept, "activations of the drafter"),
         "loss chunk": (memory.chunk, "logits of a chunk of rows, and their gradient"),
-        "target's own pass": (memory.target_pass, "over before the last three begin"),
+        "target's own pass": (
+            memory.target_pass,
+            "beside the last three" if memory.ahead else "over before the last three begin",
+        ),
     }
     for label, (number, remark) in rows.items():
         yield _line(f"  {label}", size(number), remark)

@@ -296,15 +296,19 @@ class FrozenTarget(nn.Module):
             layer.forward = torch.compile(layer.forward, dynamic=True)
 
     @torch.no_grad()
-    def features_of(self, plan: SequencePlan, taps: Sequence[Tap]) -> dict[Tap, Tensor]:
+    def features_of(self, plan: SequencePlan, taps: Sequence[Tap], *, missing: int | None = None) -> dict[Tap, Tensor]:
         """Features of planned rows, by tap, each [B, S, d]; the plan must be on the target's device.
+
+        Args:
+            missing: passes to make behind these for the sake of other processes; None: ask them, one plan each.
 
         Raises:
             ValueError: taps that the target does not have.
         """
         taps = validate_taps(taps, self.num_layers)
         tokens_BS, position_BS, groups = plan.tokens_BS, plan.position_BS, plan.groups
-        missing = passes_missing(self._wiring.layers[0], len(groups) if groups else 1, self.device)
+        if missing is None:
+            missing = self.passes_missing([plan])
         if groups:
             features = features_of_segments(groups, tokens_BS, lambda t, p: self._features(t, p, None, taps))
         elif plan.plain:
@@ -316,6 +320,11 @@ class FrozenTarget(nn.Module):
         for _ in range(missing):
             self._features(torch.zeros_like(tokens_BS[:1, :1]), torch.zeros_like(tokens_BS[:1, :1]), None, ())
         return features
+
+    def passes_missing(self, plans: Sequence[SequencePlan]) -> int:
+        """How many passes the target's other processes make beyond those of this one's plans; all of them must ask."""
+        passes = sum(len(plan.groups) if plan.groups else 1 for plan in plans)
+        return passes_missing(self._wiring.layers[0], passes, self.device)
 
     def _features(self, tokens_BS: Tensor, position_BS: Tensor, mask: Any, taps: Sequence[Tap]) -> dict[Tap, Tensor]:
         cache = None if mask is not None or self.device.type == "cpu" else KeepNothing(self.num_layers)

@@ -32,8 +32,8 @@ class LlamaShape:
 
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():
-            if value < 1 and name != "tied":
-                raise ValueError(f"shape.{name}={value} must be at least 1")
+            if name != "tied" and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"shape.{name}={value} must be at least 1, a whole number")
         if self.hidden_size % self.num_heads or self.hidden_size // self.num_heads % 2:
             raise ValueError(
                 f"shape.num_heads={self.num_heads} does not cut shape.hidden_size={self.hidden_size} into heads of "

@@ -60,7 +60,8 @@ class Memory:
         kept: what the drafter keeps for its backward.
         chunk: logits, distributions and their gradients for one chunk of supervised rows, or the first gradients of
             the backward, with a step that is computed again for it, where those are larger.
-        target_pass: the target's pass at its largest; over before the drafter starts.
+        target_pass: the target's pass at its largest; over before the drafter starts, unless
+        ahead: it is the pass over the next batch, beside the drafter's step.
     """
 
     target: int
@@ -71,6 +72,7 @@ class Memory:
     kept: int
     chunk: int
     target_pass: int
+    ahead: bool = False
 
     @property
     def resident(self) -> int:
@@ -79,7 +81,8 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        return self.resident + max(self.target_pass, self.features + self.kept + self.chunk)
+        step = self.features + self.kept + self.chunk
+        return self.resident + (self.target_pass + step if self.ahead else max(self.target_pass, step))
 
 
 def step_memory(
@@ -93,6 +96,7 @@ def step_memory(
     *,
     online: bool = True,
     target_rows: int | None = None,
+    ahead: bool = False,
 ) -> Memory:
     """The step that needs most, of all kinds of step of the training.
 
@@ -100,6 +104,7 @@ def step_memory(
         kinds: see :func:`~eaglelab.variants.rollout.rollouts`.
         online: the target runs; False where features come from a store, and only embedding and head are loaded.
         target_rows: rows that it takes at a time; None: those of the batch.
+        ahead: it takes them one batch early (:mod:`eaglelab.features.ahead`).
     """
 
     def moment(rollout: Rollout) -> tuple[int, int, int]:
@@ -127,6 +132,7 @@ def step_memory(
         kept=saved,
         chunk=chunk,
         target_pass=_target_pass(target, drafter, load, numerics, target_rows) if online else 0,
+        ahead=online and ahead,
     )
 
 

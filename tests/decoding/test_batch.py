@@ -1,10 +1,12 @@
 """Batches: each sequence decodes as if it were alone, whoever sits beside it, joins or leaves."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from eaglelab.decoding import Chain, DynamicTree, Engine, SampledTree, Sampling, StaticTree
-from eaglelab.decoding.admission import similar
+from eaglelab.decoding.admission import check_memory, similar
 from eaglelab.decoding.state import Request
 from eaglelab.drafters import DrafterConfig, FeatureDrafter, SlotDrafter
 from eaglelab.target import FrozenTarget, closing_order
@@ -185,3 +187,13 @@ def test_prompts_are_prefilled_with_those_of_similar_length():
     assert groups(10, 27) == [[10], [27]]
     assert groups(10, 300, 200, 90, device="cuda") == [[10, 300, 200, 90]]
     assert groups(10, 600, device="cuda") == [[10], [600]]
+
+
+def test_memory_that_torch_holds_for_nobody_is_free(monkeypatch):
+    """The slots of a generation before are given back to torch, which does not give them back to the device."""
+    for name, value in {"mem_get_info": (10, 100), "memory_reserved": 60, "memory_allocated": 20}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    target = SimpleNamespace(kv_row_bytes=1, device=torch.device("cuda"))
+    check_memory(target, 1, 49, None)
+    with pytest.raises(ValueError, match="key/value slots"):
+        check_memory(target, 1, 50, None)

@@ -1,5 +1,6 @@
 """The evaluation loop over a tiny target and scripted drafters."""
 
+import importlib
 import json
 from pathlib import Path
 
@@ -265,3 +266,18 @@ def test_bundled_target_and_prompts_need_nothing_else():
     metrics = evaluate(bundled, None, None, load_prompts(file, limit=1), settings).to_dict()
     assert metrics["identical_to_generate"] == {"count": 1, "of": 1}
     assert metrics["settings"]["target"] == "bundled"
+
+
+def test_plain_decoding_has_one_engine(target, monkeypatch):
+    """What it recorded or compiled for the first answer serves all of them, as the drafter's does: else every baseline
+    would take the time of a recording."""
+    made = []
+
+    class Counted(Engine):
+        def __init__(self, *args, **settings):
+            made.append(args)
+            super().__init__(*args, **settings)
+
+    monkeypatch.setattr(importlib.import_module("eaglelab.evaluation.evaluate"), "Engine", Counted)
+    assert len(run(target).turns) == 3
+    assert len(made) == 2

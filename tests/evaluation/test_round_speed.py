@@ -225,3 +225,15 @@ def test_recorded_rounds_follow_the_script(tree, target, text):
     launched = scripted_run(target, "feature", TREES[tree], accepted, text)
     assert len(engine.recordings) == 2
     assert (run.accepted, run.published, run.calls) == (accepted, launched.published, launched.calls)
+
+
+def test_what_one_run_recorded_serves_the_next_ones(target, text):
+    """A recording is made within a round: its time is no round's. The script begins anew with every run."""
+    made, accepted = [], [3, 0, 1, 2]
+    drafter = ScriptedDrafter(network_drafter(target, "feature"), [*PROMPT, *text], accepted)
+    recordings = Recordings(lambda function: made.append(None) or traced(function))
+    engine = Engine(target, drafter, TREES["dynamic"], graphs=recordings)
+    runs = [run_rounds(engine, PROMPT, 3, room_for(accepted, 3, {"": TREES["dynamic"]})) for _ in range(3)]
+    assert [run.accepted for run in runs] == [accepted[:3]] * 3
+    assert runs[0].calls == runs[1].calls == runs[2].calls
+    assert len(made) == 2

@@ -131,6 +131,20 @@ def test_a_plan_knows_a_target_that_takes_a_few_rows_at_a_time():
     assert plan_of(*shape, "features.rows=64").memory == whole.memory
 
 
+def test_a_plan_knows_a_target_one_batch_early():
+    """Its pass over the next batch has its memory beside the drafter's step."""
+    shape = ["variant=eagle", *EIGHT_B, *GPUS, *LONG, "data.batch_size=64"]
+    plain, ahead = plan_of(*shape), plan_of(*shape, "features.ahead=true")
+    memory = plain.memory
+    assert ahead.memory.peak == memory.resident + memory.target_pass + memory.features + memory.kept + memory.chunk
+    assert ahead.memory.peak > memory.peak
+    between = f"device_gib={(ahead.memory.peak + memory.peak) / 2 / USABLE / 2**30}"
+    assert "features.ahead=false" in {way.change for way in plan_of(*shape, "features.ahead=true", between).ways}
+    assert plan_of(*shape, between).ways == []
+    with pytest.raises(ValueError, match="features.rows=-1.*null for all"):
+        plan_of(*shape, "features.rows=-1")
+
+
 def test_a_plan_knows_checkpointed_steps():
     shape = ["variant=eagle3", *EIGHT_B, *GPUS, *LONG, "data.batch_size=16"]
     whole, checkpointed = plan_of(*shape), plan_of(*shape, "checkpoint_steps=true")
