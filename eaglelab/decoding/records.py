@@ -14,17 +14,17 @@ from eaglelab.decoding.nodes import NodeRecord
 class Stopwatch:
     """Marks along a round. On CUDA the marks are events, read only when asked for: no sync."""
 
-    __slots__ = ("_cuda", "_marks")
+    __slots__ = ("_device", "_marks")
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+        self._device = device
         self._marks: list[float | torch.cuda.Event] = []
         self.mark()
 
     def mark(self) -> None:
-        if self._cuda:
+        if self._device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)
-            event.record()
+            event.record(torch.cuda.current_stream(self._device))
             self._marks.append(event)
         else:
             self._marks.append(time.perf_counter())

@@ -36,7 +36,7 @@ class FeaturesAhead:
 
     def of(self, batch: Batch, taps: tuple[Tap, ...]) -> Features:
         features = self._take(batch) or self.source.of(batch, taps)
-        if batch.following is not None:
+        if batch.following is not None and batch.following.supervised:
             self._start(batch.following, taps)
         return features
 
