@@ -49,8 +49,8 @@ def engine(variant, tree, where, **settings):
 
 
 CASES = [
-    *(("eagle", tree, "greedy") for tree in (None, "dynamic")),
-    *(("eagle", tree, "drawn") for tree in ("chain", "static", "dynamic", "sampled")),
+    ("eagle", None, "greedy"),
+    *(("eagle", tree, "drawn") for tree in ("static", "dynamic", "sampled")),
     ("eagle", "chain", "penalty"),  # trees that branch wait once per level, see sampling.py
     ("eagle3", "dynamic", "greedy"),
 ]

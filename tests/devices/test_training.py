@@ -64,8 +64,12 @@ def fitted(name, where, batches, *, accumulate=1, **settings):
     return module, waits, float(trainer.callback_metrics["val/tau"])
 
 
-@pytest.mark.parametrize("lengths", [PACKED, SINGLE], ids=["packed", "one segment"])
-@pytest.mark.parametrize("name", VARIANTS)
+LAYOUTS = [*((name, PACKED) for name in VARIANTS), ("hass", SINGLE)]
+
+
+@pytest.mark.parametrize(
+    ("name", "lengths"), LAYOUTS, ids=lambda x: x if isinstance(x, str) else f"{len(x[0])} in a row"
+)
 def test_a_training_on_a_device_is_the_one_on_the_host(name, lengths, device):
     """Losses of every step and validation, with gradients clipped and accumulated."""
     batches = [make_batch(lengths, seed=seed) for seed in range(4)]
@@ -75,8 +79,9 @@ def test_a_training_on_a_device_is_the_one_on_the_host(name, lengths, device):
     assert simulated == pytest.approx(tau, abs=1e-6)
 
 
-@pytest.mark.parametrize("lengths", [PACKED, SINGLE], ids=["packed", "one segment"])
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    ("name", "lengths"), LAYOUTS, ids=lambda x: x if isinstance(x, str) else f"{len(x[0])} in a row"
+)
 def test_no_step_waits_for_the_device(name, lengths, device):
     """Copies of the batch, the target's pass, the rollout, the optimizer and what is logged: all of it is queued."""
     batches = [make_batch(lengths, seed=seed) for seed in range(3)]
