@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, ListConfig
 
-from eaglelab.cli.checks import writable
+from eaglelab.cli.checks import measured_device, writable
 from eaglelab.cli.errors import command
 
 if TYPE_CHECKING:
@@ -26,13 +26,7 @@ def main(config: DictConfig) -> None:
 
     if config.repetitions < 1:
         raise ValueError(f"repetitions={config.repetitions}: give at least 1")
-    if config.device not in ("cpu", "cuda"):
-        raise ValueError(f"device={config.device}: use cpu or cuda")
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device=cuda: no GPU is found here; use cpu")
-    device = (
-        torch.device(config.device, torch.cuda.current_device()) if config.device == "cuda" else torch.device("cpu")
-    )
+    device, where = measured_device(config.device)
     for name in OPERATIONS:
         if not isinstance(config[name], DictConfig | None):
             raise ValueError(f"{name}={config[name]}: give single sizes ({name}.rows=64), or null to leave it out")
@@ -40,7 +34,6 @@ def main(config: DictConfig) -> None:
     if not tables:
         raise ValueError(f"nothing is left to measure: leave {' or '.join(OPERATIONS)} as it is")
     out = None if config.out is None else writable(config.out)
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
     print(f"{device}, {where}, torch {torch.__version__}; {config.repetitions} repetitions", flush=True)
     found: dict[str, Any] = {"device": f"{device}, {where}", "torch": torch.__version__, "interrupted": False}
     for name, measure in tables.items():

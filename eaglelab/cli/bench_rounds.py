@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from eaglelab.cli.checks import writable
+from eaglelab.cli.checks import measured_device, writable
 from eaglelab.cli.decoding import trees_of
 from eaglelab.cli.errors import command
 from eaglelab.cli.quiet import quiet_libraries
@@ -42,10 +42,7 @@ def main(config: DictConfig) -> None:
     quiet_libraries()
     if config.network not in NETWORKS:
         raise ValueError(f"network={config.network} is unknown: use {' or '.join(NETWORKS)}")
-    if config.device not in ("cpu", "cuda"):
-        raise ValueError(f"device={config.device}: use cpu or cuda")
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device=cuda: no GPU is found here; use cpu")
+    _, where = measured_device(config.device)
     for name in ("rounds", "repetitions", "prompt_tokens"):
         if config[name] < 1:
             raise ValueError(f"{name}={config[name]}: give at least 1")
@@ -87,9 +84,6 @@ def main(config: DictConfig) -> None:
     if not speed.runs["plain"]:
         print("\ninterrupted before a repetition was finished", file=sys.stderr)
         raise SystemExit(130)
-    where = (
-        torch.cuda.get_device_name(target.device) if config.device == "cuda" else f"{torch.get_num_threads()} threads"
-    )
     speed.setting |= {
         "shape": dataclasses.asdict(shape),
         "network": config.network,

@@ -6,12 +6,15 @@ import difflib
 import math
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from eaglelab.cli.compose import compose_config
+
+if TYPE_CHECKING:
+    import torch
 
 FRACTIONS = {
     "answers", "clip_norm", "clip_value", "conversation_tokens", "data_tokens", "device_gib", "eagle_share",
@@ -71,6 +74,24 @@ def writable(path: str) -> Path:
         what = "is a folder" if file.is_dir() else "may not be written"
         raise ValueError(f"out={path} {what}; choose another file")
     return file
+
+
+def measured_device(name: str) -> tuple[torch.device, str]:
+    """The device of ``device=name``, and what it is called beside figures.
+
+    Raises:
+        ValueError: neither cpu nor cuda, or no GPU.
+    """
+    import torch
+
+    if name not in ("cpu", "cuda"):
+        raise ValueError(f"device={name}: use cpu or cuda")
+    if name == "cpu":
+        return torch.device("cpu"), f"{torch.get_num_threads()} threads"
+    if not torch.cuda.is_available():
+        raise ValueError("device=cuda: no GPU is found here; use cpu")
+    device = torch.device("cuda", torch.cuda.current_device())
+    return device, torch.cuda.get_device_name(device)
 
 
 def settings_like(name: str, config_name: str) -> str | None:

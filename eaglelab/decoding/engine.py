@@ -18,7 +18,7 @@ from eaglelab.decoding.admission import StopIds, check_memory, requests_for, sim
 from eaglelab.decoding.nodes import NodeRecord, node_records
 from eaglelab.decoding.prefill import prefill
 from eaglelab.decoding.protocol import Drafter, DraftSeed, DraftState, TreePolicy, last_rows
-from eaglelab.decoding.records import GenerationResult, RoundRecord, Stopwatch
+from eaglelab.decoding.records import GenerationResult, RoundRecord
 from eaglelab.decoding.residual import accept_sampled
 from eaglelab.decoding.sampling import Sampling
 from eaglelab.decoding.state import DecodeState, Request
@@ -27,6 +27,7 @@ from eaglelab.decoding.tree import FlatTree, Tree, root_only
 from eaglelab.decoding.verify import Decision, HostDecision, follow
 from eaglelab.kernels.recording import Recordings
 from eaglelab.ops import on_device
+from eaglelab.stopwatch import Stopwatch
 from eaglelab.target.experts import ExpertWatch
 
 if TYPE_CHECKING:
@@ -223,9 +224,7 @@ class Engine:
                 warp=lambda log_p_BWV: law.warp_drafts(log_p_BWV, settings),
             )
         full = all(drafting) and state.batch == state.cache.room
-        quiet = not self.tree.samples and not getattr(
-            self.tree, "floor", 0.0
-        )  # nothing is drawn, the host asks nothing
+        quiet = not (self.tree.samples or self.tree.asks_host)
         if self.recordings is not None and full and quiet and hasattr(state.draft, "fixed_at"):
             return self._recorded_tree(self.recordings, state.draft, seed, state.length_B1), generators
         return self.tree.draft(self.drafter, state.draft, seed), generators

@@ -125,6 +125,7 @@ class TreePolicy(Protocol):
         max_step_rows: most provisional draft rows it may write in a round.
         samples: whether its nodes are drawn at random, so that the seed must bring `noise` and `warp` and its trees
             carry their `Proposals`.
+        asks_host: whether the host waits for the device while a tree is drafted, so that it cannot be recorded.
     """
 
     name: str
@@ -132,6 +133,9 @@ class TreePolicy(Protocol):
     max_nodes: int
     max_step_rows: int
     samples: bool
+
+    @property
+    def asks_host(self) -> bool: ...
 
     def draft(self, drafter: Drafter, state: DraftState, seed: DraftSeed) -> Tree:
         """Draft one tree per sequence. Provisional draft rows are left to the caller to discard."""

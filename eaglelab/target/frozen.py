@@ -327,7 +327,7 @@ class FrozenTarget(nn.Module):
         return passes_missing(self._wiring.layers[0], passes, self.device)
 
     def _features(self, tokens_BS: Tensor, position_BS: Tensor, mask: Any, taps: Sequence[Tap]) -> dict[Tap, Tensor]:
-        cache = None if mask is not None or self.device.type == "cpu" else KeepNothing(self.num_layers)
+        cache = None if mask is not None or self.device.type == "cpu" else KeepNothing()
         with self._wiring.tapping(taps) as tapped:
             final_BSd = self._wiring.run(tokens_BS, position_BS, mask, cache)
         return {tap: final_BSd if tap == FINAL else tapped[tap] for tap in taps}

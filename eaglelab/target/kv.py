@@ -439,9 +439,8 @@ class KeepNothing(Cache):
     Without a cache the library asks the device whether positions restart within a row, and the host waits for that.
     """
 
-    def __init__(self, num_layers: int) -> None:
+    def __init__(self) -> None:
         super().__init__(layers=[])
-        self._layers = num_layers
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

@@ -6,7 +6,6 @@ Letters: B sequences, R rows, H heads, G key/value heads, D head width, s draft 
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,12 +18,10 @@ from eaglelab.drafters.flex import block_mask, flex_joint_attention, flex_kernel
 from eaglelab.drafters.joint import joint_attention
 from eaglelab.drafters.native import MASKED_ROWS, BlockedAttention
 from eaglelab.evaluation.alternation import Spread, alternate, ratio
-from eaglelab.training.work import matmul_flops, synchronize
+from eaglelab.training.work import matmul_flops, seconds_per_call
 
 Attention = Callable[..., Tensor]
 """(q, k, v, *own keys, *own values) -> [B, H, R, D]."""
-CALLS = {"cpu": 1, "cuda": 20}
-"""Between two looks at the clock, by kind of device; a GPU is waited for once."""
 PAIR_FLOPS = 14
 """Per pair of row and key, and per number of a head: two products forward, five backward, of which one computes the
 scores again."""
@@ -208,16 +205,11 @@ def _contestants(
 
 def _timed(name: str, run: Callable[[], object], device: torch.device, peak: dict[str, int]) -> float:
     """Seconds of a call; on CUDA also the most that was allocated on top of what was there before."""
-    cuda, calls = device.type == "cuda", CALLS[device.type]
-    synchronize(device)
-    if cuda:
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-    began = time.perf_counter()
-    for _ in range(calls):
-        run()
-    synchronize(device)
-    seconds = (time.perf_counter() - began) / calls
-    if cuda:
-        peak[name] = torch.cuda.max_memory_allocated(device) - before
+    if device.type != "cuda":
+        return seconds_per_call(run, device)
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    seconds = seconds_per_call(run, device)
+    peak[name] = torch.cuda.max_memory_allocated(device) - before
     return seconds

@@ -6,8 +6,8 @@ A table is an :class:`Operation`; another one needs no more than cases of its ow
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,11 +17,9 @@ from eaglelab.evaluation.alternation import Spread, alternate, ratio
 from eaglelab.kernels import Kernel
 from eaglelab.objectives import soft_targets
 from eaglelab.objectives.soft_targets import BY_TORCH, Implementation, differentiable, terms_by_torch
-from eaglelab.training.work import copy_bytes, synchronize
+from eaglelab.training.work import copy_bytes, seconds_per_call
 
 EAGER, COMPILED, KERNEL = "eager", "compiled", "kernel"
-CALLS = {"cpu": 1, "cuda": 20}
-"""Of an operation between two looks at the clock, by kind of device; a GPU is waited for once."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +95,7 @@ def measure_operation(
     found: list[Measured] = []
     for case in operation.cases:
         refusal = operation.kernel.refusal(device, case.dtype)
-        contestants = {name: _timed(call, device) for name, call in case.prepare().items()}
+        contestants = {name: functools.partial(seconds_per_call, call, device) for name, call in case.prepare().items()}
         copied = {"copy": lambda: copy_bytes(device=str(device))}
         runs, interrupted = alternate(contestants | copied, repetitions, progress=case.name if progress else None)
         if interrupted:
@@ -126,20 +124,6 @@ def operation_table(operation: Operation, measured: Sequence[Measured]) -> str:
     reasons = dict.fromkeys(one.refusal for one in measured if one.refusal is not None)
     lines += [f"{operation.kernel.name} is not usable here: {reason}" for reason in reasons]
     return "\n".join(lines)
-
-
-def _timed(call: Callable[[], object], device: torch.device) -> Callable[[], float]:
-    calls = CALLS[device.type]
-
-    def seconds() -> float:
-        synchronize(device)
-        began = time.perf_counter()
-        for _ in range(calls):
-            call()
-        synchronize(device)
-        return (time.perf_counter() - began) / calls
-
-    return seconds
 
 
 # ---- the soft cross entropy --------------------------------------------------------------------------------------

@@ -78,6 +78,21 @@ def synchronize(device: torch.device | str) -> None:
         torch.cuda.synchronize(device)
 
 
+CALLS = {"cpu": 1, "cuda": 20}
+"""Between two looks at the clock, by kind of device; a GPU is waited for once."""
+
+
+def seconds_per_call(call: Callable[[], object], device: torch.device) -> float:
+    """Of an operation that is called again and again."""
+    calls = CALLS[device.type]
+    synchronize(device)
+    began = time.perf_counter()
+    for _ in range(calls):
+        call()
+    synchronize(device)
+    return (time.perf_counter() - began) / calls
+
+
 def _fastest(work: Callable[[], object], device: str, repeats: int = 3) -> float:
     def seconds() -> Iterable[float]:
         for _ in range(repeats + 1):

@@ -52,6 +52,7 @@ class Recorder:
 
     name = "recorder"
     samples = False
+    asks_host = False
     max_nodes = 0
 
     def __init__(self, widths: Sequence[int], depth: int) -> None:

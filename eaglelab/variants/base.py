@@ -22,9 +22,9 @@ from eaglelab.data.batch import Batch
 from eaglelab.data.draft_vocabulary import DraftVocabulary
 from eaglelab.data.needed import NeededRows, needed_rows
 from eaglelab.data.rows import Rows
-from eaglelab.decoding.records import Stopwatch
 from eaglelab.drafters import DrafterConfig, DraftNetwork, SlotDrafter, compile_parts
 from eaglelab.features.source import FeatureSource, OnlineFeatures
+from eaglelab.stopwatch import Stopwatch
 from eaglelab.target import FeatureManifest, FrozenTarget, Tap
 from eaglelab.variants.contract import Contract
 from eaglelab.variants.manifest import build_manifest, require_same_contract

@@ -18,6 +18,7 @@ from eaglelab.target import FINAL, unpacking
 from eaglelab.variants import VARIANTS, OptimConfig
 from tests.devices import pretended
 from tests.variants.conftest import loader, make_batch, tiny_target
+from tests.variants.test_eagle import trainer
 
 PACKED = ((9, 7), (12,))
 SINGLE = ((14,), (9,))
@@ -47,21 +48,16 @@ def fitted(name, where, batches, *, accumulate=1, **settings):
     optim = OptimConfig(lr=1e-3, accumulate=accumulate, clip_norm=0.5)
     module = VARIANTS[name](target, optim, answer_counts=lambda: counts, **SETTINGS[name] | settings)
     waits = Waits()
-    trainer = L.Trainer(
+    fit = trainer(
+        -1,
         strategy=SingleDeviceStrategy(device=where),
         accelerator="cpu" if where.type == "cpu" else pretended.accelerator(),
         max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        num_sanity_val_steps=0,
         callbacks=[waits],
     )
     pretended.waits.clear()
-    trainer.fit(module, loader(batches), loader(batches[:1]))
-    return module, waits, float(trainer.callback_metrics["val/tau"])
+    fit.fit(module, loader(batches), loader(batches[:1]))
+    return module, waits, float(fit.callback_metrics["val/tau"])
 
 
 LAYOUTS = [*((name, PACKED) for name in VARIANTS), ("hass", SINGLE)]

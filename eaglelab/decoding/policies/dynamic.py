@@ -66,6 +66,11 @@ class DynamicTree:
         self.expanded = width + width * self.max_step_rows
         self.max_nodes = min(budget, self.expanded)
 
+    @property
+    def asks_host(self) -> bool:
+        """A floor is held against values of the device."""
+        return self.floor > 0
+
     def settings(self) -> dict[str, Any]:
         return {
             "name": self.name,

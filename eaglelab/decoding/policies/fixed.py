@@ -70,6 +70,7 @@ class FixedTree:
 
     name: str
     samples = False
+    asks_host = False
 
     def __init__(self, paths: Sequence[Sequence[int]]) -> None:
         ordered = sorted((tuple(path) for path in paths), key=lambda path: (len(path), path))
